@@ -56,6 +56,13 @@ ALL_KNOBS = {
         {"ulysses": 1, "inner_ring": 1, "zigzag": "sequence"},
         {},
     ),
+    "mesh": (
+        {},
+        {"keys": 1},
+        {"keys": 2, "heads_per_gather": 1},
+        {"keys": 2, "keys_backward": 1, "zigzag": "sequence", "heads_per_gather": 2},
+        {"keys": 1, "keys_backward": 2, "heads_per_gather": 1},
+    ),
     "hybrid_cp": ({}, {"tokens_per_rank": 3}, {"tokens_per_rank": 24}),
     "magi": ({}, {"chunk": 2, "smallest": 1}, {"stages": 3, "smallest": 2, "native": True}),
     "dcp": (

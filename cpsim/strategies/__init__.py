@@ -22,6 +22,7 @@ from cpsim.strategies.dcp.strategy import dcp_knobs, plan_dcp
 from cpsim.strategies.distca.strategy import plan_distca
 from cpsim.strategies.hybrid_cp import hybrid_cp_knobs, plan_hybrid_cp
 from cpsim.strategies.magi import plan_magi
+from cpsim.strategies.mesh import mesh_knobs, plan_mesh
 from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.replicas import plan_per_sequence, plan_wlb, replica_knobs
 from cpsim.strategies.ring.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
@@ -53,6 +54,7 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "allgather": Strategy(plan_allgather, allgather_knobs),
     "usp": Strategy(plan_usp, usp_knobs),
     "loongtrain": Strategy(plan_loongtrain, loongtrain_knobs),
+    "mesh": Strategy(plan_mesh, mesh_knobs),
     "hybrid_cp": Strategy(plan_hybrid_cp, hybrid_cp_knobs),
     "magi": Strategy(plan_magi, _no_knobs),
     "dcp": Strategy(plan_dcp, dcp_knobs),
@@ -62,7 +64,7 @@ STRATEGIES: Final[dict[str, Strategy]] = {
 }
 
 
-ANY_VALUES: Final = ("none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain")
+ANY_VALUES: Final = ("none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain", "mesh")
 """Strategies that know how large values are where keys have another size."""
 
 

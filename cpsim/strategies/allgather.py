@@ -242,20 +242,7 @@ def _cut_groups(workload: Workload, shards: RangeSets, group: Ints) -> _Cut:
 def _cut_of(workload: Workload, shards: RangeSets, whole: RangeSets, group: Ints, ordered: bool) -> _Cut:
     sets, num_ranks = sharding.stack(shards, whole), len(shards)
     tiles = make_tiles(workload.slices(), sets, np.arange(num_ranks), num_ranks + group)
-    return _Cut(shards, sharding.stack(sets, seen_keys(tiles, num_ranks)), tiles, group, ordered)
-
-
-def seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:
-    """Keys that the tiles 1 to P read, each key once."""
-    seen = []
-    for rank in range(num_ranks):
-        rows = tiles.rows[tiles.start[rank + 1] : tiles.start[rank + 2], 3:].astype(np.int64)
-        rows = rows[np.argsort(rows[:, 0], kind="stable")]
-        reach = np.maximum.accumulate(rows[:, 1])
-        opens = np.flatnonzero(np.concatenate(([True], rows[1:, 0] > reach[:-1]))[: len(rows)])
-        ends = reach[np.concatenate((opens[1:], [len(rows)]))[: len(opens)] - 1]
-        seen.append(np.stack([rows[opens, 0], ends], axis=1))
-    return RangeSets(np.cumsum([0, *map(len, seen)]), np.concatenate(seen))
+    return _Cut(shards, sharding.stack(sets, sharding.seen_keys(tiles, num_ranks)), tiles, group, ordered)
 
 
 def _shards(layout: str, bounds: Ints, num_ranks: int) -> RangeSets:

@@ -27,7 +27,6 @@ from cpsim.masks.tiles import Tiles, make_tiles, sequence_places, sequences
 from cpsim.schedule.builder import NOTHING, Access, Builder
 from cpsim.schedule.schedule import Int32, Kind, Mask, Pass, Schedule
 from cpsim.strategies import sharding
-from cpsim.strategies.allgather import seen_keys
 from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.sharding import cells_of, edges_of
 from cpsim.strategies.sizes import Sizes
@@ -116,7 +115,7 @@ def _share_out(workload: Workload, num_ranks: int, chunks: int, stages: int, sma
     mask, ranks = workload.slices(), np.arange(num_ranks)
     own = _dispatch(mask, workload.num_tokens, num_ranks, chunks)
     whole = sharding.stack(own, sharding.contiguous(workload.num_tokens, 1))
-    seen = seen_keys(make_tiles(mask, whole, ranks, np.full(num_ranks, num_ranks)), num_ranks)
+    seen = sharding.seen_keys(make_tiles(mask, whole, ranks, np.full(num_ranks, num_ranks)), num_ranks)
     edges = edges_of(own, seen)
     remote = sharding.split(sets_of(cells_of(seen, edges) & ~cells_of(own, edges), edges), stages, smallest)
     edges = edges_of(own, seen, remote)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from cpsim.masks.slices import Ints, RangeSets, Slices
 from cpsim.masks.stripes import stripe_bounds
+from cpsim.masks.tiles import Tiles
 
 
 def contiguous(num_tokens: int, num_ranks: int) -> RangeSets:
@@ -79,15 +80,20 @@ def zigzag_shards(bounds: Ints, num_ranks: int) -> tuple[RangeSets, RangeSets, R
 
 def union(first: RangeSets, second: RangeSets) -> RangeSets:
     """Set i holds the ranges of set i of both, ascending; ranges that touch are joined."""
-    owner = np.concatenate([np.repeat(np.arange(len(s)), np.diff(s.start)) for s in (first, second)])
-    ranges = np.concatenate([first.ranges, second.ranges])
-    order = np.lexsort((ranges[:, 0], owner))
-    owner, ranges = owner[order], ranges[order]
+    both = stack(first, second)
+    return joined(both, np.tile(np.arange(len(first)), 2), len(first))
+
+
+def joined(sets: RangeSets, group: Ints, count: int) -> RangeSets:
+    """Set g of ``count`` holds the ranges of all sets of group g, ascending; ranges that touch are joined."""
+    owner = np.repeat(group, np.diff(sets.start))
+    order = np.lexsort((sets.ranges[:, 0], owner))
+    owner, ranges = owner[order], sets.ranges[order]
     joins = (owner[1:] == owner[:-1]) & (ranges[1:, 0] == ranges[:-1, 1])
     opens, closes = np.concatenate(([True], ~joins)), np.concatenate((~joins, [True]))
-    per_set = np.bincount(owner[opens], minlength=len(first))
-    joined = np.stack([ranges[opens, 0], ranges[closes, 1]], axis=1)
-    return RangeSets(np.concatenate(([0], np.cumsum(per_set))), joined)
+    per_set = np.bincount(owner[opens], minlength=count)
+    ends = np.stack([ranges[opens, 0], ranges[closes, 1]], axis=1)
+    return RangeSets(np.concatenate(([0], np.cumsum(per_set))), ends)
 
 
 def stack(*groups: RangeSets) -> RangeSets:
@@ -137,6 +143,19 @@ def cells_of(sets: RangeSets, edges: Ints) -> NDArray[np.bool_]:
     np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 0])), 1)
     np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 1])), -1)
     return np.asarray(np.cumsum(steps, axis=1)[:, :-1] > 0)
+
+
+def seen_keys(tiles: Tiles, count: int) -> RangeSets:
+    """Keys that the tiles 1 to ``count`` read, each key once."""
+    seen = []
+    for tile in range(count):
+        rows = tiles.rows[tiles.start[tile + 1] : tiles.start[tile + 2], 3:].astype(np.int64)
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        reach = np.maximum.accumulate(rows[:, 1])
+        opens = np.flatnonzero(np.concatenate(([True], rows[1:, 0] > reach[:-1]))[: len(rows)])
+        ends = reach[np.concatenate((opens[1:], [len(rows)]))[: len(opens)] - 1]
+        seen.append(np.stack([rows[opens, 0], ends], axis=1))
+    return RangeSets(np.cumsum([0, *map(len, seen)]), np.concatenate(seen))
 
 
 def documents_of(mask: Slices, num_tokens: int) -> Ints:

@@ -12,7 +12,7 @@ from cpsim.masks.blocks import causal_windows, sequence_slices
 from cpsim.masks.shapes import mask_slices
 from cpsim.masks.slices import RangeSets, Slices, sets_of
 from cpsim.masks.tiles import make_tiles, share_of
-from cpsim.strategies.allgather import seen_keys
+from cpsim.strategies import sharding
 
 HEADS = ((32, 8), (64, 8), (8, 2), (4, 1), (16, 4), (8, 1), (8, 8), (32, 32), (1, 1))
 HEADS_OF_4 = ((32, 8), (64, 16), (8, 2), (4, 1))
@@ -230,7 +230,7 @@ def _share(rng: np.random.Generator, shape: Shape) -> Shape:
     q, k = sets.of(0), sets.of(1)
     if not by_block and rng.random() < 0.5 and (mask := shape.slices()) is not None:
         every = RangeSets(np.array([0, len(q), len(q) + 1]), np.concatenate([q, [[0, total]]]))
-        k = seen_keys(make_tiles(mask, every, [0], [1]), 1).of(0)
+        k = sharding.seen_keys(make_tiles(mask, every, [0], [1]), 1).of(0)
     lens = [(int((ranges[:, 1] - ranges[:, 0]).sum()),) for ranges in (q, k)]
     listed = [tuple((int(a), int(b)) for a, b in ranges) for ranges in (q, k)]
     return replace(

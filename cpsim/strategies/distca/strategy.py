@@ -28,7 +28,6 @@ from cpsim.masks.tiles import Tiles, make_tiles, sequences
 from cpsim.schedule.builder import NOTHING
 from cpsim.schedule.schedule import Int32, Kind, Mask, Pass, Schedule
 from cpsim.strategies import sharding
-from cpsim.strategies.allgather import seen_keys
 from cpsim.strategies.cell_program import SIDES, CellProgram, Held, Wanted
 from cpsim.strategies.dcp.program import given, routes
 from cpsim.strategies.distca.kernel import Floats, flash_attention_4
@@ -155,7 +154,7 @@ def _cells(workload: Workload, plans: Sequence[Tasks], ranks: int) -> _Cells:
     queries = sets_of((query & cells_of(sighted, edges)).reshape(len(plans) * ranks, -1), edges)
     count = len(queries)
     whole = sharding.stack(queries, sharding.contiguous(workload.num_tokens, 1))
-    seen = seen_keys(make_tiles(mask, whole, np.arange(count), np.full(count, count)), count)
+    seen = sharding.seen_keys(make_tiles(mask, whole, np.arange(count), np.full(count, count)), count)
     finer = np.union1d(edges, seen.ranges)
     return _Cells(
         edges=finer,

@@ -169,6 +169,8 @@ class _Mesh:
         """Key rows that every kernel call reads; where no kernel can run it, those that some query sees."""
         self.packs = self.active & (self.gathers | ~calls.in_place[self.tile])
         """Keys are put in the order in which the kernel reads them."""
+        self.read = np.where(self.packs, self.seen, self.whole)
+        """Sets of keys that kernels are given."""
         self.tokens = self.rows[:num_ranks]
         self.kv_heads, self.q_heads = heads_per_gather, workload.num_heads // self.num_groups
         self.b, self.sizes = Builder(num_ranks, cut.sets, cut.tiles), Sizes(workload)
@@ -307,7 +309,7 @@ class _Keys:
     def held(self, group: int, hop: int) -> tuple[Access, Ints]:
         """What the kernels of a hop read, and the op that they still wait for."""
         m, r = self.m, np.flatnonzero(self.m.packs[hop])
-        buffers, block = self.buffers[group % len(self.buffers)], m.block("kv", group, m.seen[hop])
+        buffers, block = self.buffers[group % len(self.buffers)], m.block("kv", group, m.read[hop])
         after = m.wait("compute", "comm", self.arrived[group if m.gathers else 0], m.active[hop])
         packed = m.b.add(
             Kind.COPY,
@@ -459,7 +461,8 @@ class _Gradients:
         self.m, self.wide = m, m.sizes.accumulator(m.width["kv"])
         self.dkv = m.shard("dkv", "dkv")
         m.b.output(*self.dkv)
-        self.rows = m.b.buffers("dkv partial", m.keys.max(axis=0) * m.width["kv"])
+        rows = np.where(m.packs, m.keys, m.rows[m.read])
+        self.rows = m.b.buffers("dkv partial", rows.max(axis=0) * m.width["kv"])
         self.home = [m.b.buffers("dkv sum", m.tokens * self.wide) for _ in range(m.num_groups)]
         count = min(2, m.num_groups) if m.gathers else 0
         self.full = [m.b.buffers("dkv sum", m.rows[m.whole] * self.wide) for _ in range(count)]
@@ -467,8 +470,8 @@ class _Gradients:
         """The last sum, and the last reduce-scatter; the one before it ended before this group's keys came."""
 
     def partial(self, group: int, hop: int) -> Access:
-        """What the kernel writes: gradients of the keys that a hop's queries see."""
-        return self.rows, self.m.block("dkv", group, self.m.seen[hop])
+        """What the kernel writes: gradients of the keys that it was given."""
+        return self.rows, self.m.block("dkv", group, self.m.read[hop])
 
     def total(self, group: int) -> Int32:
         """Where a group's gradients are summed."""

@@ -60,6 +60,8 @@ class Lowering:
         """What every row of a summed result holds."""
         self.left: dict[int, Ints] = {}
         """Partial results that every row of a summed result still gets."""
+        self.made_by: dict[int, tuple[int, Access]] = {}
+        """The kernel that made what a buffer holds, and what it left there."""
         self.walk = walk
         self._sequences: dict[int, list[KernelSequence]] = {}
         limits = limits_of(self.x.kernel)
@@ -73,6 +75,7 @@ class Lowering:
         of_transfer, groups = self.s.process_groups()
         for i, accesses in self.walk:
             kind = Kind(int(self.s.kind[i]))
+            self._follow(i, accesses)
             if kind in COMMUNICATION_KINDS:
                 ranks = groups[of_transfer[i]] if kind == Kind.TRANSFER else tuple(self.s.ranks_of(i))
                 lane = STREAMS[self.s.lane_stream[self.s.lane_start[i]]]
@@ -115,15 +118,14 @@ class Lowering:
             tokens = part.tokens
             self.state[buffer] = np.full(len(tokens), _NOTHING)
             self.left[buffer] = np.zeros(len(tokens), np.int64)
-        made_by: dict[int, tuple[int, Access]] = {}
         for i, accesses in self.walk if self.state else ():
-            if self.s.kind[i] in ATTENTION_KINDS:
-                made_by |= {a.buffer: (i, a) for a in accesses if a.mode != READ}
+            self._follow(i, accesses)
             for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
                 if target.mode != UPDATE and self.s.kind[i] not in ATTENTION_KINDS:
                     continue  # sums of nothing
                 source = target if target.mode != UPDATE else next(a for a in accesses if a.mode == READ)
-                unseen: Ints | list[int] = self._unseen_by(*made_by[source.buffer]) if source.buffer in made_by else []
+                made = source.buffer in self.made_by
+                unseen: Ints | list[int] = self._unseen_by(*self.made_by[source.buffer]) if made else []
                 rows = _rows_of(target, np.setdiff1d(target.tokens, unseen))
                 self.left[target.buffer][rows] += 1
         for buffer in np.flatnonzero(self.s.buffer_rank == self.rank).tolist():
@@ -131,6 +133,15 @@ class Lowering:
             for tensor, tokens, _, count in (self.places.block(k) for b, k in pairs if b == buffer):
                 if tensor == "out":
                     self.x.lse[buffer] = self._new_lse(count, len(tokens))
+
+    def _follow(self, i: int, accesses: Sequence[Access]) -> None:
+        """Remember which kernel made what the buffers of all ranks hold, also where a transfer has taken it."""
+        if self.s.kind[i] in ATTENTION_KINDS:
+            self.made_by |= {a.buffer: (i, a) for a in accesses if a.mode != READ}
+        elif self.s.kind[i] == Kind.TRANSFER:
+            source = {a.tensor: a.buffer for a in accesses if a.mode == READ}
+            made = {a.buffer: self.made_by.get(source[a.tensor]) for a in accesses if a.mode != READ}
+            self.made_by |= {buffer: maker for buffer, maker in made.items() if maker is not None}
 
     def _new_lse(self, heads: int, tokens: int) -> Tensor:
         return torch.full((heads, tokens), float("-inf"), dtype=self.x.wide.dtype, device=self.device)
@@ -463,11 +474,16 @@ class Lowering:
         lse[target.buffer], to = into, self._index(rows)
 
         def columns() -> elementwise.Columns:
-            found = [lse[a.buffer] for a in sources]
+            found = [self._lse_of(a) for a in sources]
             source = found[0] if len(found) == 1 else torch.cat(found, dim=1)
             return elementwise.Columns(source_HT=source, source=index, target_HT=into, target=to)
 
         return columns
+
+    def _lse_of(self, out: Access) -> Tensor:
+        """Log-sum-exp of an access's heads, of all tokens that its buffer holds."""
+        first = out.head - out.layout.parts("out")[0].head
+        return self.x.lse[out.buffer][first : first + out.num_heads]
 
     def _index(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)
@@ -490,13 +506,29 @@ class Lowering:
     # --- communication ---
 
     def _transfer(self, op: Op, accesses: Sequence[Access], group: Any) -> Launch:
-        """A point-to-point op for a batch; see `cpsim.real.run.program`."""
+        """Point-to-point ops for a batch, one for each tensor; see `cpsim.real.run.program`."""
         source, target = op.lanes[0][0], op.lanes[1][0]
-        sends = self.rank == source
-        access = next(a for a in accesses if (a.mode == READ) == sends)
-        flat = self._span_of([access], [access])
-        peer = target if sends else source
-        return lambda: dist.P2POp(dist.isend if sends else dist.irecv, flat, peer, group=group)
+        sends, peer = self.rank == source, target if self.rank == source else source
+        mine = [a for a in accesses if (a.mode == READ) == sends]
+        self.unseen |= {a.buffer: self._unseen_by(*self.made_by[a.buffer]) for a in mine if a.buffer in self.made_by}
+        parts, lse = [self._span_of([a], [a]) for a in mine], self._travelling_lse(mine, sends)
+        call = dist.isend if sends else dist.irecv
+        return lambda: [dist.P2POp(call, part, peer, group=group) for part in (*parts, *lse())]
+
+    def _travelling_lse(self, mine: Sequence[Access], sends: bool) -> Callable[[], list[Tensor]]:
+        """Log-sum-exps that leave or arrive with a partial or final ``out``, if there is one."""
+        out, lse = next((a for a in mine if a.tensor == "out"), None), self.x.lse
+        if out is None:
+            return list
+        if sends:
+            return lambda: [self._lse_of(out).contiguous()]
+        arrived = self._new_lse(out.num_heads, len(out.tokens))
+
+        def into() -> list[Tensor]:
+            lse[out.buffer] = arrived
+            return [arrived]
+
+        return into
 
     def _collective(self, op: Op, kind: Kind, accesses: Sequence[Access], group: Any) -> Launch:
         mine = [a for a in accesses if a.rank == self.rank]

@@ -25,7 +25,7 @@ class Program:
 
         Args:
             node: this rank.
-            calls: (op, call) in launch order; that of a transfer returns a `dist.P2POp`.
+            calls: (op, call) in launch order; that of a transfer returns its `dist.P2POp`s.
             traced: name every op for the profiler.
         """
         batched = _batched(calls)
@@ -130,10 +130,10 @@ def _batched(calls: list[Call]) -> list[tuple[tuple[Op, ...], Launch]]:
             and (calls[end][0].lanes[0][1] == op.lanes[0][1])
         ):
             end += 1
-        parts = [make() for _, make in calls[i:end]]
+        makes = [make for _, make in calls[i:end]]
 
-        def exchange(parts: list[Any] = parts) -> None:
-            for work in dist.batch_isend_irecv(parts):
+        def exchange(makes: list[Launch] = makes) -> None:
+            for work in dist.batch_isend_irecv([part for make in makes for part in make()]):
                 work.wait()
 
         joined.append((tuple(o for o, _ in calls[i:end]), exchange))

@@ -34,7 +34,7 @@ ALL_PASSES = ("fwd", "bwd")
 ALL_KNOBS = {
     "none": ({},),
     "ring": ({},),
-    "zigzag_ring": ({"zigzag": "document"}, {"zigzag": "sequence"}),
+    "zigzag_ring": ({"zigzag": "document"}, {"zigzag": "sequence"}, {"backward": "queries"}),
     "striped_ring": ({},),
     "ulysses": ({}, {"head_groups": 2}),
     "allgather": (

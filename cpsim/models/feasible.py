@@ -245,7 +245,8 @@ def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[
     if in_place.all():
         return in_place
     wanted = found.keys()[tile] * schedule.heads[ops, 3] * 2 * head_bytes
-    return np.asarray(in_place | (_copied_keys(schedule, ops) == wanted))
+    buffer, copied = _copied_keys(schedule, ops)
+    return np.asarray(in_place | (buffer == wanted) | (copied == wanted))
 
 
 def one_calls(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
@@ -383,17 +384,22 @@ def _held_sets(schedule: Schedule) -> Ints:
     return held
 
 
-def _copied_keys(schedule: Schedule, ops: Ints) -> Ints:
-    """Bytes of the copy of keys that each attention op reads; 0 where it reads keys that were not copied."""
-    s = schedule
+def _copied_keys(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
+    """Bytes of the copy of keys that each attention op reads: of its buffer, and as far as the copy alone filled it;
+    0 where it reads keys that were not copied."""
+    s, none = schedule, np.zeros(len(ops), np.int64)
     if not (s.kind == Kind.COPY).any():
-        return np.zeros(len(ops), np.int64)
-    op_of_access = s.op_of_access()
-    copied = np.zeros(len(s.buffer_nbytes), np.int64)
-    target = s.access_buffer[(s.access_mode == WRITE) & (s.kind[op_of_access] == Kind.COPY)]
-    copied[target] = s.buffer_nbytes[target]
+        return none, none
     is_kv = np.array([tensor == "kv" for tensor in s.block_tensors])[s.block_tensor[s.access_block]]
+    op_of_access, buffer_of_op = s.op_of_access(), np.full(len(s), -1)
     reads = is_kv & (s.access_mode == READ)
-    of_op = np.zeros(len(s), np.int64)
-    of_op[op_of_access[reads]] = copied[s.access_buffer[reads]]
-    return of_op[ops]
+    buffer_of_op[op_of_access[reads]] = s.access_buffer[reads]
+    writes = (s.access_mode == WRITE) & (s.kind[op_of_access] == Kind.COPY)
+    copy, target = op_of_access[writes].astype(np.int64), s.access_buffer[writes].astype(np.int64)
+    if not len(copy):
+        return none, none
+    order = np.argsort(target * len(s) + copy)
+    copy, target, buffer = copy[order], target[order], buffer_of_op[ops]
+    last = np.searchsorted(target * len(s) + copy, buffer * len(s) + ops) - 1
+    there = (buffer >= 0) & (last >= 0) & (target[last] == buffer)
+    return np.where(there, s.buffer_nbytes[buffer], 0), np.where(there, s.nbytes[copy[last]] // 2, 0)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 
@@ -34,9 +35,9 @@ from cpsim.schedule.schedule import Int32, Kind, Mask, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Accumulation, Sizes
 
-QUERY_SIDE = {"fwd": ("q",), "bwd": ("q", "out", "dout")}
+QUERY_SIDE: Final[dict[Pass, tuple[str, ...]]] = {"fwd": ("q",), "bwd": ("q", "out", "dout")}
 """What travels along rows."""
-RESULT = {"fwd": "out", "bwd": "dq"}
+RESULT: Final[dict[Pass, str]] = {"fwd": "out", "bwd": "dq"}
 """What goes home."""
 
 
@@ -108,18 +109,15 @@ def fewest_bytes(workload: Workload, num_ranks: int, pass_: Pass) -> int:
 
 
 def mesh_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: the fewest bytes in each pass; rows that are nodes; keys that stay. Where keys are
-    gathered, with and without overlap.
-    """
-    heads = workload.num_kv_heads
-    several = len(sharding.documents_of(workload.slices(), workload.num_tokens)) > 2
-    cuts = ("document", "sequence") if several else ("document",)
+    """Knob settings worth trying: the fewest bytes in each pass, and rows that are nodes; with and without overlap."""
+    heads, ranks, nodes = workload.num_kv_heads, cluster.num_gpus, cluster.num_nodes
+    documents = len(sharding.documents_of(workload.slices(), workload.num_tokens)) - 1
+    whole = documents > 1 and workload.num_tokens // (documents * ranks) < sharding.LEAST_SHARE
+    shapes: list[dict[str, object]] = [{"zigzag": "sequence"} if whole else {}]
+    if 1 < nodes < ranks and any(fewest_bytes(workload, ranks, pass_) != nodes for pass_ in RESULT):
+        shapes.append(shapes[0] | {"keys": nodes})
     at_once = dict.fromkeys(n for n in (heads, max(1, heads // 4)) if heads % n == 0)
-    shapes: list[dict[str, object]] = [{"heads_per_gather": n} for n in at_once]
-    if 1 < cluster.num_nodes < cluster.num_gpus:
-        shapes += [{"keys": cluster.num_nodes, "heads_per_gather": n} for n in at_once]
-    shapes.append({"keys": 1})
-    return tuple(shape | {"zigzag": cut} for shape in shapes for cut in cuts)
+    return tuple(shape | {"heads_per_gather": n} for shape in shapes for n in at_once)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.masks.slices import Ints, RangeSets, Slices
 from cpsim.masks.stripes import stripe_bounds
 from cpsim.masks.tiles import Tiles
+
+LEAST_SHARE: Final = 64
+"""Tokens of a document on a rank from which on it is worth trying to cut each of several documents: half a tile of a
+kernel, of which the causal mask leaves another half."""
 
 
 def contiguous(num_tokens: int, num_ranks: int) -> RangeSets:

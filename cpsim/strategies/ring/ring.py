@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +28,16 @@ from cpsim.masks.tiles import make_tiles
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies import sharding
+from cpsim.strategies.mesh import plan_mesh, token_bytes
 from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation, RingCode
 from cpsim.strategies.ring.grid import RingGrid, make_grid, sources
 from cpsim.strategies.ring.held import HeldRing, as_run, make_ring, runs_whole
 from cpsim.strategies.ring.loop import Ring
 from cpsim.strategies.ring.steps import Cut, Steps
+from cpsim.strategies.sizes import Sizes
 
 AnyRing = RingCode | HeldRingCode | None
 """Facts about a ring's code; None: ours."""
-LEAST_SHARE: Final = 64
-"""Tokens of a document on a rank from which on it is worth trying to cut each of several documents: half a tile of a
-kernel, of which the causal mask leaves another half."""
 
 
 @lru_cache(maxsize=2)
@@ -115,7 +113,13 @@ def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implement
 
 
 def plan_zigzag_ring(
-    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, zigzag: str = "document"
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    code: Implementation = CPSIM,
+    *,
+    zigzag: str = "document",
+    backward: str = "keys",
 ) -> Schedule:
     """Ring attention on zigzag shards, which balance causal masks.
 
@@ -124,9 +128,21 @@ def plan_zigzag_ring(
         code: whose implementation.
         zigzag: ``document`` cuts every document into 2P chunks, which balances any mix of documents;
             ``sequence`` cuts the packed sequence, which keeps short documents whole.
+        backward: what travels in the backward pass: ``keys`` with their gradients, or ``queries`` with theirs, as in
+            BurstAttention; see ``plan_mesh``.
+
+    Raises:
+        ScenarioError: a knob has no such value.
+        InfeasibleError: queries travel in somebody else's code.
     """
     if zigzag not in ("document", "sequence"):
         raise ScenarioError(f"knobs.zigzag: expected 'document' or 'sequence', got {zigzag!r}")
+    if backward not in ("keys", "queries"):
+        raise ScenarioError(f"knobs.backward: expected 'keys' or 'queries', got {backward!r}")
+    if backward == "queries" and code is not CPSIM:
+        raise InfeasibleError(f"{code.name} sends keys in the backward pass of its ring; leave knob backward out")
+    if backward == "queries" and pass_ == "bwd":
+        return plan_mesh(workload, cluster, pass_, keys=1, zigzag=zigzag)
     workload = code.padded(workload, cluster.num_gpus)
     several = len(sharding.documents_of(workload.slices(), workload.num_tokens)) > 2
     ring = code.zigzag_documents if several and code.zigzag_documents else code.ring
@@ -149,10 +165,10 @@ def striped_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str,
         InfeasibleError: none is; documents are so short that kernels would work for the mask's diagonal mostly.
     """
     num_documents, share = _shares(workload, cluster)
-    if share < LEAST_SHARE and num_documents > 1:
+    if share < sharding.LEAST_SHARE and num_documents > 1:
         raise InfeasibleError(
             f"not tried: stripes of {num_documents} documents are {share} tokens long on average, "
-            f"worth it from {LEAST_SHARE} on; name strategy striped_ring to predict it"
+            f"worth it from {sharding.LEAST_SHARE} on; name strategy striped_ring to predict it"
         )
     return ({},)
 
@@ -189,11 +205,16 @@ def emit_rings(ring: Ring | HeldRing, pass_: Pass) -> None:
 
 
 def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: documents are cut one by one where their shares are long enough for kernels."""
+    """Knob settings worth trying: documents are cut one by one where their shares are long enough for kernels; queries
+    travel in the backward pass where they are fewer bytes than keys.
+    """
     num_documents, share = _shares(workload, cluster)
-    if num_documents == 1:
-        return ({},)
-    return ({"zigzag": "document"}, {"zigzag": "sequence"})[share < LEAST_SHARE :]
+    cuts = ({"zigzag": "document"}, {"zigzag": "sequence"})[share < sharding.LEAST_SHARE :]
+    settings = cuts if num_documents > 1 else ({},)
+    ranks, kv = cluster.num_gpus, Sizes(workload).kv(workload.num_kv_heads)
+    of_keys = (ranks - 1) * kv + ranks * Sizes(workload).accumulator(kv)
+    fewer = 0 < token_bytes(workload, ranks, 1, "bwd")[0] < of_keys
+    return (*settings, *(knobs | {"backward": "queries"} for knobs in settings if fewer))
 
 
 def _shares(workload: Workload, cluster: Cluster) -> tuple[int, int]:

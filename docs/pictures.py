@@ -56,6 +56,7 @@ PICTURES = (
     Picture("allgather", documents=DOCUMENTS, knobs={"layout": "document_zigzag"}),
     Picture("usp", gpus=8, knobs={"ulysses": 4}),
     Picture("loongtrain", gpus=8, knobs={"ulysses": 1, "inner_ring": 4}),
+    Picture("mesh", gpus=8, gpus_per_node=4, knobs={"keys": 2}),
     Picture("hybrid_cp", documents=(16, 8, 4, 4), knobs={"tokens_per_rank": 8}),
     Picture("magi", documents=DOCUMENTS, knobs={"chunk": 2, "smallest": 1}),
     Picture("dcp", documents=DOCUMENTS, knobs={"variant": "cpsim", "block": 4, "head_groups": 1}),

@@ -73,6 +73,7 @@ KNOBS = {
         {"ulysses": 1, "inner_ring": 4},
         {"ulysses": 2, "placement": "context_first", "zigzag": "sequence"},
     ),
+    "mesh": ({}, {"keys": 1}, {"keys": 2, "heads_per_gather": 1, "zigzag": "sequence"}),
     "hybrid_cp": ({}, {"tokens_per_rank": 2048}),
     "magi": ({}, {"chunk": 256}, {"stages": 3, "native": True}),
     "dcp": (

@@ -20,6 +20,7 @@ STRATEGIES = (
     "ulysses",
     "allgather",
     "usp",
+    "mesh",
     "hybrid_cp",
     "magi",
     "distca",

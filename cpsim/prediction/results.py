@@ -28,7 +28,7 @@ NUMBERS: Final = (
     "mfu",
 )
 """What ``prediction_columns`` takes from a prediction; names are a contract."""
-EFFORT: Final = {"none": 0, "usp": 2, "loongtrain": 3, "hybrid_cp": 3, "magi": 3, "dcp": 4, "distca": 4}
+EFFORT: Final = {"none": 0, "usp": 2, "mesh": 2, "loongtrain": 3, "hybrid_cp": 3, "magi": 3, "dcp": 4, "distca": 4}
 """How much a strategy takes to set up: 1 is one way to communicate, 2 are two at once, 3 is a code of its own, 4 a plan
 for every batch."""
 TIE: Final = 0.02

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from math import isqrt
 from typing import Final
 
 from cpsim.case.cluster import Cluster
@@ -30,7 +31,7 @@ PIECE_S, PIECE_BYTES = 3e-7, 25.0
 """Of a document on a pair, where every GPU has a part of every document."""
 LISTED_S: Final = 1.2e-4
 """Of a pair of a ring under a kernel that lists the blocks of its mask: 16,384 of them take ``zigzag_ring`` 2 s."""
-CUTTING: Final = ("zigzag_ring", "striped_ring", "usp", "loongtrain", "hybrid_cp", "wlb")
+CUTTING: Final = ("zigzag_ring", "striped_ring", "usp", "loongtrain", "mesh", "hybrid_cp", "wlb")
 """Strategies that cut every document into parts for all GPUs."""
 DRAWN_GPUS: Final = 256
 """Every GPU is simulated up to this many; above, Ulysses groups are folded."""
@@ -101,6 +102,10 @@ def _pairs(scenario: Scenario, cluster: Cluster) -> int:
     if strategy in SPARSE:
         return gpus * 8
     places, rows = gpus, gpus
+    if strategy == "mesh":
+        keys, heads = knobs.get("keys"), knobs.get("heads_per_gather")
+        row = gpus // keys if isinstance(keys, int) and 0 < keys <= gpus else isqrt(gpus)
+        return gpus * row * (scenario.kv_heads // heads if isinstance(heads, int) and heads > 0 else 1)
     if strategy in ("usp", "loongtrain"):
         given = knobs.get("ulysses")
         degree = given if isinstance(given, int) and given > 0 else min(scenario.heads, cluster.gpus_per_node, gpus)

@@ -7,7 +7,8 @@ and their gradients travel, and partial gradients of queries go home; those of k
 queries and reduce-scattered along columns.
 
 Every two zigzag shards have equally many pairs under a causal mask, whichever comes first, so meshes of any shape are
-balanced. With one column it is ``allgather``; with one row keys stay, and only queries travel (pass-Q).
+balanced. A column's shards follow each other. With one column it is ``allgather``; with one row keys stay, and only
+queries travel (pass-Q).
 
 Reference: Chen et al. 2025, "Mesh-Attention" (arXiv 2512.20968), tiles of a x b chunks; Yang et al. 2024, "Context
 Parallelism for Scalable Million-Token Inference" (arXiv 2411.01783), pass-Q; Sun et al. 2024, "BurstAttention" (arXiv
@@ -55,10 +56,11 @@ def plan_mesh(
 
     Args:
         workload, cluster, pass_: the case.
-        keys: ranks of a column, which gather each other's keys; default: what sends the fewest bytes, in either pass.
-            1: keys stay; all ranks: queries stay, as with ``allgather``.
-        keys_backward: the same of the backward pass; default: ``keys``.
-        zigzag: ``document`` cuts every document into 2P chunks, ``sequence`` the packed sequence.
+        keys: ranks of a column, which gather each other's keys; default: what sends the fewest bytes. 1: keys stay; all
+            ranks: queries stay, as with ``allgather``.
+        keys_backward: the same of the backward pass alone, on the shards of the forward pass; default: ``keys``.
+        zigzag: ``document`` cuts every document of 2P tokens or more into 2P chunks, shorter ones with their
+            neighbours; ``sequence`` cuts the packed sequence.
         heads_per_gather: key-value heads gathered at a time; default all of them, without overlap.
 
     Raises:
@@ -68,16 +70,17 @@ def plan_mesh(
     """
     if zigzag not in ("document", "sequence"):
         raise ScenarioError(f"knobs.zigzag: expected 'document' or 'sequence', got {zigzag!r}")
-    backward = pass_ == "bwd" and keys_backward is not None
-    name, asked = ("keys_backward", keys_backward) if backward else ("keys", keys)
     ranks, heads = cluster.num_gpus, workload.num_kv_heads
-    column = fewest_bytes(workload, ranks, pass_) if asked is None else asked
+    forward = fewest_bytes(workload, ranks) if keys is None else keys
+    backward = forward if keys_backward is None else keys_backward
     at_once = heads if heads_per_gather is None else heads_per_gather
-    for knob, value in ((name, column), ("heads_per_gather", at_once)):
+    for knob, value in (("keys", forward), ("keys_backward", backward), ("heads_per_gather", at_once)):
         if type(value) is not int or value < 1:
             raise ScenarioError(f"knobs.{knob}: expected a positive integer, got {value!r}")
-    if ranks % column:
-        raise InfeasibleError(f"mesh needs {name} to divide the ranks, got {column} of {ranks} GPUs")
+    for knob, value in (("keys", forward), ("keys_backward", backward)):
+        if ranks % value:
+            raise InfeasibleError(f"mesh needs {knob} to divide the ranks, got {value} of {ranks} GPUs")
+    column = forward if pass_ == "fwd" else backward
     if heads % at_once:
         raise InfeasibleError(
             f"mesh needs heads_per_gather to divide the key-value heads, got {at_once} for {heads} kv_heads"
@@ -87,7 +90,20 @@ def plan_mesh(
             f"mesh needs tokens divisible by ranks, since collectives move equal parts, "
             f"got {workload.num_tokens} tokens on {ranks} GPUs"
         )
-    return _Mesh(workload, _cut(workload, ranks, ranks // column, zigzag), at_once, pass_).plan()
+    least = 2 * ranks if zigzag == "document" else workload.num_tokens
+    return _Mesh(workload, _cut(workload, ranks, column, forward, least), at_once, pass_).plan()
+
+
+def plan_kept_keys(workload: Workload, num_ranks: int, pass_: Pass, zigzag: str) -> Schedule:
+    """Keys stay, on the shards of a zigzag ring, whose other pass may send them.
+
+    Args:
+        workload, pass_: the case.
+        num_ranks: of the ring.
+        zigzag: as of ``plan_zigzag_ring``.
+    """
+    least = 1 if zigzag == "document" else workload.num_tokens
+    return _Mesh(workload, _cut(workload, num_ranks, 1, 1, least), workload.num_kv_heads, pass_).plan()
 
 
 def token_bytes(workload: Workload, num_ranks: int, keys: int, pass_: Pass) -> tuple[int, int]:
@@ -102,20 +118,18 @@ def token_bytes(workload: Workload, num_ranks: int, keys: int, pass_: Pass) -> t
     return (num_ranks // keys - 1) * (side + (q + o) * backward), (keys - 1) * (kv + s.accumulator(kv) * backward)
 
 
-def fewest_bytes(workload: Workload, num_ranks: int, pass_: Pass) -> int:
-    """Ranks of a column for which ranks send the least; of equals the fewest."""
+def fewest_bytes(workload: Workload, num_ranks: int) -> int:
+    """Ranks of a column for which ranks send the least forward and backward; of equals the fewest."""
     columns = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    return min(columns, key=lambda n: sum(token_bytes(workload, num_ranks, n, pass_)))
+    return min(columns, key=lambda n: sum(sum(token_bytes(workload, num_ranks, n, pass_)) for pass_ in RESULT))
 
 
 def mesh_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: the fewest bytes in each pass, and rows that are nodes; with and without overlap."""
+    """Knob settings worth trying: the fewest bytes, and rows that are nodes; with and without overlap."""
     heads, ranks, nodes = workload.num_kv_heads, cluster.num_gpus, cluster.num_nodes
-    documents = len(sharding.documents_of(workload.slices(), workload.num_tokens)) - 1
-    whole = documents > 1 and workload.num_tokens // (documents * ranks) < sharding.LEAST_SHARE
-    shapes: list[dict[str, object]] = [{"zigzag": "sequence"} if whole else {}]
-    if 1 < nodes < ranks and any(fewest_bytes(workload, ranks, pass_) != nodes for pass_ in RESULT):
-        shapes.append(shapes[0] | {"keys": nodes})
+    shapes: list[dict[str, object]] = [{}]
+    if 1 < nodes < ranks and fewest_bytes(workload, ranks) != nodes:
+        shapes.append({"keys": nodes})
     at_once = dict.fromkeys(n for n in (heads, max(1, heads // 4)) if heads % n == 0)
     return tuple(shape | {"heads_per_gather": n} for shape in shapes for n in at_once)
 
@@ -134,10 +148,12 @@ class _Cut:
 
 
 @lru_cache(maxsize=2)
-def _cut(workload: Workload, num_ranks: int, row: int, zigzag: str) -> _Cut:
-    mask, ranks = workload.slices(), np.arange(num_ranks)
-    bounds = sharding.documents_of(mask, workload.num_tokens) if zigzag == "document" else None
-    shards = sharding.zigzag_shards(np.array([0, workload.num_tokens]) if bounds is None else bounds, num_ranks)[0]
+def _cut(workload: Workload, num_ranks: int, column: int, forward: int, least: int) -> _Cut:
+    """Columns of so many ranks, on shards that follow each other in columns of ``forward`` ranks."""
+    mask, ranks, row = workload.slices(), np.arange(num_ranks), num_ranks // column
+    bounds = sharding.spans(sharding.documents_of(mask, workload.num_tokens), least)
+    holder = ranks % forward * (num_ranks // forward) + ranks // forward
+    shards = sharding.joined(sharding.zigzag_shards(bounds, num_ranks)[0], holder, num_ranks)
     sets = sharding.stack(shards, sharding.joined(shards, ranks % row, row))
     source = ranks // row * row + (ranks % row - np.arange(row)[:, None]) % row
     tiles = make_tiles(mask, sets, source.ravel(), np.tile(num_ranks + ranks % row, row))

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.masks.slices import Ints, RangeSets, Slices
 from cpsim.masks.stripes import stripe_bounds
 from cpsim.masks.tiles import Tiles
-
-LEAST_SHARE: Final = 64
-"""Tokens of a document on a rank from which on it is worth trying to cut each of several documents: half a tile of a
-kernel, of which the causal mask leaves another half."""
 
 
 def contiguous(num_tokens: int, num_ranks: int) -> RangeSets:
@@ -172,6 +166,20 @@ def documents_of(mask: Slices, num_tokens: int) -> Ints:
     reach_end = np.maximum.accumulate(np.maximum(mask.q_end, mask.k_end))
     cuts = reach_start[1:] >= reach_end[:-1]
     return np.concatenate(([0], reach_start[1:][cuts], [num_tokens]))
+
+
+def spans(bounds: Ints, least: int) -> Ints:
+    """Boundaries of runs of documents, each of which ends where it has ``least`` tokens.
+
+    Args:
+        bounds: document boundaries ``int64[D + 1]``, from 0 to the number of tokens.
+        least: tokens of a run, but for the last one.
+    """
+    kept = [0]
+    for bound in bounds[1:-1].tolist():
+        if bound - kept[-1] >= least and bounds[-1] - bound >= least:
+            kept.append(bound)
+    return np.array([*kept, bounds[-1]])
 
 
 def is_causal(mask: Slices) -> bool:

@@ -35,6 +35,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ring", {}),
     ("zigzag_ring", {"zigzag": "document"}),
     ("zigzag_ring", {"zigzag": "sequence"}),
+    ("zigzag_ring", {"backward": "queries"}),
     ("striped_ring", {}),
     ("ulysses", {}),
     ("ulysses", {"head_groups": 2}),
@@ -45,6 +46,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("usp", {"ulysses": 2, "ring": "basic", "placement": "context_first"}),
     ("loongtrain", {"ulysses": 1, "inner_ring": 2}),
     ("loongtrain", {"ulysses": 2}),
+    ("mesh", {"keys": 1}),
+    ("mesh", {"keys": 2, "heads_per_gather": 1}),
     ("dcp", {"block": 256}),
     ("dcp", {"block": 256, "variant": "paper", "solver": "greedy"}),
 )

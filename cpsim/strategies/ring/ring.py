@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from cpsim.masks.tiles import make_tiles
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies import sharding
-from cpsim.strategies.mesh import plan_mesh, token_bytes
+from cpsim.strategies.mesh import plan_kept_keys, token_bytes
 from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation, RingCode
 from cpsim.strategies.ring.grid import RingGrid, make_grid, sources
 from cpsim.strategies.ring.held import HeldRing, as_run, make_ring, runs_whole
@@ -38,6 +39,9 @@ from cpsim.strategies.sizes import Sizes
 
 AnyRing = RingCode | HeldRingCode | None
 """Facts about a ring's code; None: ours."""
+LEAST_SHARE: Final = 64
+"""Tokens of a document on a rank from which on it is worth trying to cut each of several documents: half a tile of a
+kernel, of which the causal mask leaves another half."""
 
 
 @lru_cache(maxsize=2)
@@ -129,7 +133,7 @@ def plan_zigzag_ring(
         zigzag: ``document`` cuts every document into 2P chunks, which balances any mix of documents;
             ``sequence`` cuts the packed sequence, which keeps short documents whole.
         backward: what travels in the backward pass: ``keys`` with their gradients, or ``queries`` with theirs, as in
-            BurstAttention; see ``plan_mesh``.
+            BurstAttention; see ``plan_kept_keys``.
 
     Raises:
         ScenarioError: a knob has no such value.
@@ -142,7 +146,7 @@ def plan_zigzag_ring(
     if backward == "queries" and code is not CPSIM:
         raise InfeasibleError(f"{code.name} sends keys in the backward pass of its ring; leave knob backward out")
     if backward == "queries" and pass_ == "bwd":
-        return plan_mesh(workload, cluster, pass_, keys=1, zigzag=zigzag)
+        return plan_kept_keys(workload, cluster.num_gpus, pass_, zigzag)
     workload = code.padded(workload, cluster.num_gpus)
     several = len(sharding.documents_of(workload.slices(), workload.num_tokens)) > 2
     ring = code.zigzag_documents if several and code.zigzag_documents else code.ring
@@ -165,10 +169,10 @@ def striped_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str,
         InfeasibleError: none is; documents are so short that kernels would work for the mask's diagonal mostly.
     """
     num_documents, share = _shares(workload, cluster)
-    if share < sharding.LEAST_SHARE and num_documents > 1:
+    if share < LEAST_SHARE and num_documents > 1:
         raise InfeasibleError(
             f"not tried: stripes of {num_documents} documents are {share} tokens long on average, "
-            f"worth it from {sharding.LEAST_SHARE} on; name strategy striped_ring to predict it"
+            f"worth it from {LEAST_SHARE} on; name strategy striped_ring to predict it"
         )
     return ({},)
 
@@ -209,7 +213,7 @@ def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, 
     travel in the backward pass where they are fewer bytes than keys.
     """
     num_documents, share = _shares(workload, cluster)
-    cuts = ({"zigzag": "document"}, {"zigzag": "sequence"})[share < sharding.LEAST_SHARE :]
+    cuts = ({"zigzag": "document"}, {"zigzag": "sequence"})[share < LEAST_SHARE :]
     settings = cuts if num_documents > 1 else ({},)
     ranks, kv = cluster.num_gpus, Sizes(workload).kv(workload.num_kv_heads)
     of_keys = (ranks - 1) * kv + ranks * Sizes(workload).accumulator(kv)

@@ -228,7 +228,8 @@ REASONS = (
         OTHER_ORDERS,
         {
             TIME: {"allgather": 0.15, "per_sequence": 0.15, "ring": 0.1, "magi": 0.1}
-            | dict.fromkeys(("ulysses", "zigzag_ring", "striped_ring", "usp", "loongtrain", "hybrid_cp", "wlb"), 0.05),
+            | dict.fromkeys(("ulysses", "zigzag_ring", "striped_ring", "usp", "loongtrain", "hybrid_cp", "wlb"), 0.05)
+            | {"mesh": 0.05},
             MEMORY: {"allgather": 0.15, "per_sequence": 0.15, "magi": 0.05},
             BYTES: {"magi": 0.25},
         },
@@ -238,13 +239,18 @@ REASONS = (
         ("a full mask",),
         {
             MEMORY: {"zigzag_ring": 0.15, "usp": 0.1, "loongtrain": 0.1, "hybrid_cp": 0.1, "magi": 0.3}
-            | dict.fromkeys(("allgather", "per_sequence", "wlb"), 0.05)
+            | dict.fromkeys(("allgather", "per_sequence", "wlb", "mesh"), 0.05)
         },
     ),
     (
         "so do parts of several documents, and one document is spread evenly",
         ("documents ignored",),
         {MEMORY: {"zigzag_ring": 0.15, "usp": 0.1, "loongtrain": 0.1, "hybrid_cp": 0.25}},
+    ),
+    (
+        "a rank's parts of halves fill their blocks in kernels less well",
+        ("documents in halves",),
+        {TIME: {"mesh": 0.05}},
     ),
     (
         "no pause lets the clock recover, and GPUs are hot",

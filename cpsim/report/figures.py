@@ -44,7 +44,7 @@ STRATEGY_COLOURS: Final = {
     "allgather": "#009e73",
     "usp": "#d55e00",
     "loongtrain": "#cc79a7",
-    "mesh": "#aa4499",
+    "mesh": "#661100",
     "hybrid_cp": "#882255",
     "magi": "#f0e442",
     "dcp": "#117733",

@@ -125,13 +125,13 @@ def fewest_bytes(workload: Workload, num_ranks: int) -> int:
 
 
 def mesh_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: the fewest bytes, and rows that are nodes; with and without overlap."""
+    """Knob settings worth trying: the fewest bytes, with and without overlap; and rows that are nodes."""
     heads, ranks, nodes = workload.num_kv_heads, cluster.num_gpus, cluster.num_nodes
-    shapes: list[dict[str, object]] = [{}]
-    if 1 < nodes < ranks and fewest_bytes(workload, ranks) != nodes:
-        shapes.append({"keys": nodes})
     at_once = dict.fromkeys(n for n in (heads, max(1, heads // 4)) if heads % n == 0)
-    return tuple(shape | {"heads_per_gather": n} for shape in shapes for n in at_once)
+    found: list[dict[str, object]] = [{"heads_per_gather": n} for n in at_once]
+    if 1 < nodes < ranks and fewest_bytes(workload, ranks) != nodes:
+        found.append({"keys": nodes, "heads_per_gather": heads})
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

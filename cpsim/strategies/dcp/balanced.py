@@ -209,10 +209,11 @@ class _Search:
         order[np.lexsort((np.arange(len(b)), part.home))] = np.arange(len(b))
         sides = np.ascontiguousarray(self.units[:, mine])
         state = tally(worker, sides, home, away, back, load, part.num_parts)
+        bundles = self.bundles(order[b.query[mine]], order[b.key[mine]], b.group[mine])
         for price in PRICE[1:]:
             if price == PRICE[2] and state[3].max() <= part.cap:
                 break
-            for bundle in self.bundles(order[b.query[mine]], order[b.key[mine]], b.group[mine]):
+            for bundle in bundles:
                 move_bundles(
                     *bundle, worker, state, sides, home, away, back, load, part.cap, self.price(part, price), SWEEPS
                 )
@@ -243,8 +244,10 @@ class _Search:
 
 
 def _grouped(*keys: Ints) -> tuple[Ints, Ints]:
-    """Equal rows of keys together: CSR start and members."""
-    members = np.lexsort(keys[::-1])
-    rows = np.stack([key[members] for key in keys])
-    change = np.flatnonzero((rows[:, 1:] != rows[:, :-1]).any(axis=0)) + 1
+    """Equal rows of keys, which are not negative, together: CSR start and members."""
+    row = keys[0]
+    for key in keys[1:]:
+        row = row * (int(key.max()) + 1) + key
+    members = np.argsort(row, kind="stable")
+    change = np.flatnonzero(np.diff(row[members])) + 1
     return np.concatenate(([0], change, [len(members)])), members

@@ -51,13 +51,19 @@ def tally(worker, sides, home, bytes_in, bytes_out, area, num_parts):  # type: i
 
 
 @compiled()
-def _shift(units, count, was, to, users, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
-    """What parts receive and send once ``count`` users of every unit have gone from one part to another."""
+def _leave(units, count, part, users, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
+    """What parts receive and send once a part has ``count`` users fewer of every unit."""
     for unit in units:
-        if users[unit, was] == count[unit] and was != home[unit]:
-            _count(unit, was, -1, home, bytes_in, bytes_out, received, sent)
-        if users[unit, to] == 0 and to != home[unit]:
-            _count(unit, to, 1, home, bytes_in, bytes_out, received, sent)
+        if users[unit, part] == count[unit] and part != home[unit]:
+            _count(unit, part, -1, home, bytes_in, bytes_out, received, sent)
+
+
+@compiled()
+def _enter(units, part, users, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
+    """What parts receive and send once a part has users of every unit."""
+    for unit in units:
+        if users[unit, part] == 0 and part != home[unit]:
+            _count(unit, part, 1, home, bytes_in, bytes_out, received, sent)
 
 
 @compiled()
@@ -68,7 +74,8 @@ def _gather(members, part, worker, sides, chosen, units, count):  # type: ignore
         if worker[c] == part:
             chosen[size] = c
             size += 1
-            for unit in sides[:, c]:
+            for side in range(2):
+                unit = sides[side, c]
                 if count[unit] == 0:
                     units[num_units] = unit
                     num_units += 1
@@ -86,19 +93,21 @@ def _frees(units, count, part, users, home):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _best_part(units, count, part, weight, state, home, bytes_in, bytes_out, cap, price):  # type: ignore[no-untyped-def]
+def _best_part(units, count, part, weight, state, room, home, bytes_in, bytes_out, cap, price):  # type: ignore[no-untyped-def]
     """Where some computation of a part costs least, which may be that part."""
     users, received, sent, load = state
+    received_left, sent_left, received_then, sent_then = room
     best, least = part, cost_of(received, sent, load, cap, price) * (1 - 1e-9)
-    new_received, new_sent = received.copy(), sent.copy()
+    received_left[:], sent_left[:] = received, sent
+    _leave(units, count, part, users, home, bytes_in, bytes_out, received_left, sent_left)
     for to in range(len(load)):
         if to == part:
             continue
-        new_received[:], new_sent[:] = received, sent
-        _shift(units, count, part, to, users, home, bytes_in, bytes_out, new_received, new_sent)
+        received_then[:], sent_then[:] = received_left, sent_left
+        _enter(units, to, users, home, bytes_in, bytes_out, received_then, sent_then)
         load[part] -= weight
         load[to] += weight
-        cost = cost_of(new_received, new_sent, load, cap, price)
+        cost = cost_of(received_then, sent_then, load, cap, price)
         load[part] += weight
         load[to] -= weight
         if cost < least:
@@ -122,27 +131,36 @@ def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out
         sweeps: over all bundles, at most; fewer once nothing moves.
     """
     users, received, sent, load = state
-    most = np.max(np.diff(start))
+    most, num_parts = np.max(np.diff(start)), len(load)
     chosen_room, units_room = np.empty(most, np.int64), np.empty(2 * most, np.int64)
-    count = np.zeros(len(home), np.int64)
+    room = np.empty((4, num_parts))
+    count, has = np.zeros(len(home), np.int64), np.zeros(num_parts, np.bool_)
     for _ in range(sweeps):
         moved = False
         for bundle in range(len(start) - 1):
-            for part in range(len(load)):
-                within = members[start[bundle] : start[bundle + 1]]
+            within = members[start[bundle] : start[bundle + 1]]
+            has[:] = False
+            for c in within:
+                has[worker[c]] = True
+            for part in range(num_parts):
+                if not has[part]:
+                    continue
                 chosen, units = _gather(within, part, worker, sides, chosen_room, units_room, count)
-                if len(chosen) and (load[part] > cap or _frees(units, count, part, users, home)):
+                if load[part] > cap or _frees(units, count, part, users, home):
                     weight = area[chosen].sum()
-                    to = _best_part(units, count, part, weight, state, home, bytes_in, bytes_out, cap, price)
+                    to = _best_part(units, count, part, weight, state, room, home, bytes_in, bytes_out, cap, price)
                     if to != part:
-                        _shift(units, count, part, to, users, home, bytes_in, bytes_out, received, sent)
-                        users[units, part] -= count[units]
-                        users[units, to] += count[units]
+                        _leave(units, count, part, users, home, bytes_in, bytes_out, received, sent)
+                        _enter(units, to, users, home, bytes_in, bytes_out, received, sent)
+                        for unit in units:
+                            users[unit, part] -= count[unit]
+                            users[unit, to] += count[unit]
                         load[part] -= weight
                         load[to] += weight
                         worker[chosen] = to
-                        moved = True
-                count[units] = 0
+                        has[to] = moved = True
+                for unit in units:
+                    count[unit] = 0
         if not moved:
             break
 

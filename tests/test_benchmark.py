@@ -14,7 +14,7 @@ import pytest
 from scripts import load_script
 
 from cpsim.case.cluster import load_cluster
-from cpsim.case.load import load_scenario, scenario_from
+from cpsim.case.load import as_scenario, load_scenario, scenario_from
 from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
 from cpsim.models.conditions import Conditions
@@ -24,6 +24,8 @@ from cpsim.models.profile import load_profile
 from cpsim.prediction.advise import advise
 from cpsim.prediction.predict import predict, predict_many
 from cpsim.prediction.sweep import load_sweep, run_sweep
+from cpsim.report.axes import Around
+from cpsim.report.frontier import best_in, likely
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.work import free_work
@@ -33,6 +35,7 @@ from cpsim.sim.reference import simulate_reference
 from cpsim.strategies import plan
 from cpsim.strategies.dcp.balanced import place
 from cpsim.strategies.dcp.blocks import cut, judge
+from cpsim.strategies.dcp.planning import _planned
 from cpsim.strategies.dcp.timing import Rates, stage_by_time
 from cpsim.strategies.distca.batches import iteration, sample
 from cpsim.strategies.distca.kernel import flash_attention_4
@@ -194,6 +197,28 @@ def test_a_thousand_mixed_predictions(benchmark):
     cases = mixed_scenarios(1000 if benchmark.enabled else 100)  # beside other tests nothing is timed
     answers = benchmark.pedantic(lambda: predict_many(cases), rounds=1)
     assert len(answers) == len(cases)
+
+
+MAPS = {
+    "one document": {"gpus": 96, "cluster": "dgx-h200", "tokens_per_gpu": 4096, "heads": 32, "kv_heads": 8},
+    "hundreds of documents": EXAMPLE,
+}
+
+
+@pytest.mark.benchmark(group="a map of 20 cells around 96 GPUs, on one core", timer=time.process_time)
+@pytest.mark.parametrize("how", ["cells of the map", "advise in each"])
+@pytest.mark.parametrize("name", MAPS)
+def test_maps(benchmark, name, how):
+    case = as_scenario(MAPS[name])
+    spots = Around(scenario=case).spots()[: 20 if benchmark.enabled else 2]
+    first = likely(advise(case))
+    answer = (lambda spot: best_in(spot, first)) if how == "cells of the map" else (lambda spot: advise(spot.scenario))
+
+    def answers():
+        _planned.cache_clear()
+        return [answer(spot) for spot in spots]
+
+    assert len(benchmark.pedantic(answers, rounds=1)) == len(spots)
 
 
 def test_kinds_of_a_zigzag_ring():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -92,6 +92,7 @@ def load_bins(distribution: str) -> Bins:
     return Bins(low, high, cumulative, exponent)
 
 
+@lru_cache(maxsize=64)
 def draw_documents(
     distribution: str, num_tokens: int, seed: int, *, max_length: int | None = None, min_length: int = 1
 ) -> tuple[int, ...]:

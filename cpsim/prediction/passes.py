@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -40,18 +41,13 @@ KNOWN_PLACES: Final = (128, 192, 256)
 """Places, or somewhat more, of the rings that longer ones continue."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PassResult:
     """Result of one simulated pass."""
 
     time_s: float
     host_s: float
     """How long the slowest host takes to launch everything."""
-    parts_s: Mapping[str, float]
-    """Seconds on the critical path by cost model."""
-    exposed_s: float
-    sent: Floats
-    """Bytes that leave every rank, ``[ranks]``; of a continued ring those of the rank that sends most, ``[1]``."""
     memory_bytes: int
     notes: tuple[str, ...]
     planning: Planning
@@ -59,6 +55,23 @@ class PassResult:
     """The simulation that it is read from; of a continued ring the two rings that give the line."""
     beyond: float = 0.0
     """How far a continued ring lies behind the longer of the two, in distances between them."""
+
+    @cached_property
+    def parts_s(self) -> Mapping[str, float]:
+        """Seconds on the critical path by cost model."""
+        found = [p.parts(line.critical_path(), line.start_s, line.end_s) for line, p in self.simulated]
+        return {name: self._at_least_none([parts[name] for parts in found]) for name in found[0]}
+
+    @cached_property
+    def exposed_s(self) -> float:
+        """Seconds in which the slowest rank computes nothing, see ``Timeline.exposed_communication_s``."""
+        return self._at_least_none([line.exposed_communication_s() for line, _ in self.simulated])
+
+    @cached_property
+    def sent(self) -> Floats:
+        """Bytes that leave every rank, ``[ranks]``; of a continued ring those of the rank that sends most, ``[1]``."""
+        found = [schedule.bytes_sent() for schedule in self.schedules]
+        return found[0] if len(found) == 1 else np.array([self._at_least_none([float(one.max()) for one in found])])
 
     @property
     def timeline(self) -> Timeline | None:
@@ -84,6 +97,9 @@ class PassResult:
     def _continued(self, of_rings: Sequence[Floats]) -> Floats:
         """Times from those of the simulations."""
         return of_rings[-1] + (of_rings[-1] - of_rings[0]) * self.beyond
+
+    def _at_least_none(self, of_rings: Sequence[float]) -> float:
+        return of_rings[0] if len(of_rings) == 1 else _further(of_rings[0], of_rings[1], self.beyond)
 
 
 def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0) -> PassResult:
@@ -158,9 +174,6 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
     return PassResult(
         time_s=timeline.makespan_s,
         host_s=priced.host_s,
-        parts_s=priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s),
-        exposed_s=timeline.exposed_communication_s(),
-        sent=schedule.bytes_sent(),
         memory_bytes=memory,
         notes=(*notes, *priced.notes),
         planning=schedule.planning,
@@ -234,9 +247,6 @@ def _continued(case: Case, pass_: Pass, copies: int, ahead_s: float = 0.0) -> Pa
 
     beyond = (cluster.num_gpus - sizes[2]) / (sizes[2] - sizes[1])
 
-    def continued(shorter: float, longer: float) -> float:
-        return max(0.0, longer + (longer - shorter) * beyond)
-
     slope = (found[1].time_s - found[0].time_s) / (sizes[1] - sizes[0])
     expected = found[1].time_s + slope * (sizes[2] - sizes[1])
     off = abs(found[2].time_s / expected - 1)
@@ -247,17 +257,19 @@ def _continued(case: Case, pass_: Pass, copies: int, ahead_s: float = 0.0) -> Pa
     )
     last = found[1:]
     return PassResult(
-        time_s=continued(last[0].time_s, last[1].time_s),
-        host_s=continued(last[0].host_s, last[1].host_s),
-        parts_s={name: continued(last[0].parts_s[name], last[1].parts_s[name]) for name in last[0].parts_s},
-        exposed_s=continued(last[0].exposed_s, last[1].exposed_s),
-        sent=np.array([continued(float(last[0].sent.max()), float(last[1].sent.max()))]),
+        time_s=_further(last[0].time_s, last[1].time_s, beyond),
+        host_s=_further(last[0].host_s, last[1].host_s, beyond),
         memory_bytes=last[1].memory_bytes,
         notes=(note, *last[1].notes),
         planning=last[1].planning,
         simulated=(*last[0].simulated, *last[1].simulated),
         beyond=beyond,
     )
+
+
+def _further(shorter: float, longer: float, beyond: float) -> float:
+    """Where the line through two numbers is, so many of their distances behind the second; at least 0."""
+    return max(0.0, longer + (longer - shorter) * beyond)
 
 
 def _smaller(case: Case, num_gpus: int) -> Case:

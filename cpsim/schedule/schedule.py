@@ -219,7 +219,8 @@ class Schedule:
 
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of its ops, in order."""
-        return tuple(kind for kind in Kind if (self.kind == int(kind)).any())
+        there = np.bincount(self.kind, minlength=len(Kind))
+        return tuple(kind for kind in Kind if there[kind])
 
     def ranks_of(self, index: int) -> list[int]:
         """Ranks of one op, source first."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Final, NamedTuple
 
 from cpsim.case.cluster import Cluster
@@ -68,6 +69,12 @@ ANY_VALUES: Final = ("none", "ulysses", "ring", "zigzag_ring", "striped_ring", "
 """Strategies that know how large values are where keys have another size."""
 
 
+@cache
+def _knobs_of(planner: Callable[..., Schedule]) -> tuple[str, ...]:
+    """Names of a planner's knobs."""
+    return tuple(p.name for p in inspect.signature(planner).parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
 def plan(
     name: str, workload: Workload, cluster: Cluster, pass_: Pass, knobs: Knobs, code: Implementation = CPSIM
 ) -> Schedule:
@@ -80,7 +87,7 @@ def plan(
     if name not in STRATEGIES:
         raise ScenarioError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
     planner = STRATEGIES[name].plan
-    known = [p.name for p in inspect.signature(planner).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = _knobs_of(planner)
     for knob in knobs:
         if knob not in known:
             offers = f"it has {', '.join(known)}" if known else "it has none"

@@ -147,15 +147,18 @@ def cells_of(sets: RangeSets, edges: Ints) -> NDArray[np.bool_]:
 
 def seen_keys(tiles: Tiles, count: int) -> RangeSets:
     """Keys that the tiles 1 to ``count`` read, each key once."""
-    seen = []
-    for tile in range(count):
-        rows = tiles.rows[tiles.start[tile + 1] : tiles.start[tile + 2], 3:].astype(np.int64)
-        rows = rows[np.argsort(rows[:, 0], kind="stable")]
-        reach = np.maximum.accumulate(rows[:, 1])
-        opens = np.flatnonzero(np.concatenate(([True], rows[1:, 0] > reach[:-1]))[: len(rows)])
-        ends = reach[np.concatenate((opens[1:], [len(rows)]))[: len(opens)] - 1]
-        seen.append(np.stack([rows[opens, 0], ends], axis=1))
-    return RangeSets(np.cumsum([0, *map(len, seen)]), np.concatenate(seen))
+    starts = tiles.start[1 : count + 2]
+    rows = tiles.rows[starts[0] : starts[-1], 3:].astype(np.int64)
+    if not len(rows):
+        return RangeSets(np.zeros(count + 1, np.int64), rows)
+    apart = int(rows.max()) + 1  # tiles one behind the other, so that all are sorted and joined at once
+    rows += apart * np.repeat(np.arange(count), np.diff(starts))[:, None]
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(rows[:, 1])
+    opens = np.flatnonzero(np.concatenate(([True], rows[1:, 0] > reach[:-1])))
+    tile, begins = np.divmod(rows[opens, 0], apart)
+    ends = reach[np.append(opens[1:], len(rows)) - 1] - apart * tile
+    return RangeSets(np.searchsorted(tile, np.arange(count + 1)), np.stack([begins, ends], axis=1))
 
 
 def documents_of(mask: Slices, num_tokens: int) -> Ints:

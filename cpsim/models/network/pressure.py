@@ -59,7 +59,8 @@ class Messages:
             sizes = np.array([[2, 2], [1, 2]])
         else:
             within = group[op]
-            nodes = [len(np.unique(cluster.node_of(np.array(members)))) for members in ranks]
+            node = cluster.node_of(np.arange(schedule.num_ranks)).tolist()
+            nodes = [len({node[rank] for rank in members}) for members in ranks]
             sizes = np.array([[len(members) for members in ranks], nodes], np.int64)
         code = nbytes * sizes.shape[1] + within
         codes, alike = np.unique(code, return_inverse=True)

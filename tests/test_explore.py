@@ -472,6 +472,13 @@ class Page:
     def pick(self, label):
         self.driver.find_element("xpath", f"//*[@role='tab'][normalize-space()={label!r}]").click()
 
+    def until(self, script, value, seconds=10):
+        """Waits until a script returns a value."""
+        end = time.monotonic() + seconds
+        while (found := self.driver.execute_script(script)) != value:
+            assert time.monotonic() < end, found
+            time.sleep(0.05)
+
     @property
     def link(self):
         return {k: v[0] for k, v in parse_qs(urlsplit(self.driver.current_url).query).items()}
@@ -585,6 +592,37 @@ def test_a_link_restores_every_view_and_loads_nothing_from_elsewhere(page):
         assert len(loaded) > 5
         assert all(urlsplit(name).netloc in ("", page.address) for name in loaded), loaded
     assert "zigzag_ring" in page.text("below") or "measured" in page.text("caption").lower() or page.text("caption")
+    assert page.console() == []
+
+
+@pytest.mark.chromium
+@needs_chromium
+def test_a_pass_of_a_pipeline_opens_the_layers_of_its_stage(page):
+    """By a click on it, and by the button that says the same."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    step = {
+        "task": controls.STEP,
+        "model": "llama3.2-1b",
+        "context": "8k",
+        "sequences": 16,
+        "gpus": 8,
+        "pp": 4,
+        "tp": 2,
+    }
+    page.open(**step, cluster="dgx-h100", view="timeline")
+    shown = (
+        "const data = document.querySelector('#plot-2 .js-plotly-plot').data;"
+        "return [[...new Set(data.filter((t) => t.visible).map((t) => t.meta.inside))],"
+        " [...document.querySelectorAll('[data-opens]')].map((b) => b.getAttribute('aria-pressed'))]"
+    )
+    assert page.driver.execute_script(shown) == [[0], ["true", "false", "false"]]
+    plot = page.find("#plot .nsewdrag")
+    within = 0, round(plot.size["height"] * 0.37)  # from the middle down to the last of four rows
+    ActionChains(page.driver).move_to_element_with_offset(plot, *within).click().perform()
+    page.until(shown, [[2], ["false", "false", "true"]])
+    page.find("[data-opens='1']").click()
+    page.until(shown, [[1], ["false", "true", "false"]])
     assert page.console() == []
 
 

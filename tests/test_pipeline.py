@@ -144,3 +144,22 @@ def test_one_heavy_microbatch_delays_all_stages_of_its_replica_only():
     assert found.end_s[0].max() == pytest.approx(18.0)
     assert found.end_s[1].min() > 18.0
     assert same_phase(seconds, 0.0).makespan_s > found.makespan_s
+
+
+@given(SHAPES, st.integers(0, 1000), st.floats(0, 0.5))
+@settings(max_examples=60, deadline=None)
+def test_ends_of_passes_are_those_of_a_schedule(shape, seed, hop_s):
+    """Stages run one pass after another, none begins before what it needs is there, and the last one ends the step."""
+    seconds = random(shape, seed)
+    for run in (one_f_one_b, same_phase):
+        found = run(seconds, hop_s)
+        end, start = found.done_s, found.done_s - seconds
+        assert end.max() == pytest.approx(found.makespan_s)
+        assert (start > -1e-9).all()
+        for r in range(shape[0]):
+            for stage in range(shape[2]):
+                order = np.argsort(start[:, r, :, stage].ravel())
+                assert (start[:, r, :, stage].ravel()[order][1:] > end[:, r, :, stage].ravel()[order][:-1] - 1e-9).all()
+        assert (start[0, :, :, 1:] > end[0, :, :, :-1] + hop_s - 1e-9).all()
+        assert (start[1, :, :, :-1] > end[1, :, :, 1:] + hop_s - 1e-9).all()
+        assert (start[1] > end[0] - 1e-9).all()

@@ -17,7 +17,7 @@ from cpsim.prediction.results import Infeasible, Prediction, refusal
 from cpsim.prediction.step_advice import advise_step, words
 from cpsim.prediction.step_changes import NAMED
 from cpsim.report.records import prediction_record
-from cpsim.report.step_page import step_report_html
+from cpsim.report.step_page import memory_view, step_report_html, timeline_view
 from cpsim.report.steps import step_advice_record, step_recommendation
 
 TITAN = {
@@ -267,3 +267,51 @@ def test_published_runs_have_answers():
 def test_probabilities_of_candidates_add_up(nothing_fits):
     assert np.isclose(sum(one.probability_best for one in nothing_fits.nearest), 1.0)
     assert isinstance(attempt(scenario_from(TITAN | {"parallel": {"cp": 8, "sharding": "none"}})), Infeasible)
+
+
+@pytest.fixture(scope="module")
+def cut_into_stages():
+    """16 layers on four stages of two chunks of two layers each."""
+    parallel = {"pp": 4, "virtual_pp": 2, "tp": 2, "cp": 1, "dp": 1, "microbatches": 8}
+    case = {"gpus": 8, "cluster": "dgx-h100", "model": "llama3.2-1b", "context": 8192, "tokens": 8 * 8192}
+    return advise_step(scenario_from(case | {"parallel": parallel}))
+
+
+def test_a_step_that_is_opened_ends_when_it_does(cut_into_stages):
+    """Passes lie behind each other and end as the step says; layers of a chunk take what its pass takes."""
+    best, opened = cut_into_stages.recommended, cut_into_stages.opened
+    passes = opened.passes
+    assert passes.start_s.shape == (2, 8, 8)
+    assert passes.time_s == best.step.time_s > passes.end_s.max()
+    assert passes.critical.any()
+    seconds = passes.end_s - passes.start_s
+    assert sorted(chunk for one in opened.inside for chunk in one.chunks) == list(range(8))
+    for one in opened.inside:
+        assert one.layers == one.shown == 2
+        turn = max(op.end_s for op in one.ops if not op.backward)
+        whole = max(op.end_s for op in one.ops)
+        for chunk in one.chunks:
+            assert seconds[0, :, chunk] == pytest.approx(turn, rel=0.02)
+            assert seconds[1, :, chunk] == pytest.approx(whole - turn, rel=0.02)
+        assert sum(op.kind == "attention" for op in one.ops) == 2
+
+
+def test_passes_open_the_layers_of_their_stage(cut_into_stages):
+    opened = cut_into_stages.opened
+    where = {chunk: i for i, one in enumerate(opened.inside) for chunk in one.chunks}
+    pipeline, layers = timeline_view(cut_into_stages).plots
+    forward = next(trace for trace in pipeline["data"] if trace["name"] == "forward")
+    assert len(forward["x"]) == 64
+    for row, (text, inside) in zip(forward["y"], forward["customdata"], strict=True):
+        stage, chunk = int(row.split()[1]), int(text.rsplit(" ", 1)[1])
+        assert where[chunk * 4 + stage] == inside
+    assert {trace["meta"]["inside"] for trace in layers["data"]} == set(where.values())
+    assert {trace["meta"]["inside"] for trace in layers["data"] if trace["visible"]} == {0}
+
+
+def test_every_rank_s_memory_is_that_of_its_stage(cut_into_stages):
+    _, ranks = memory_view(cut_into_stages).plots
+    stages = cut_into_stages.recommended.step.memory
+    total = np.sum([trace["x"] for trace in ranks["data"]], axis=0) * 1e9
+    assert total == pytest.approx([one.needed for one in stages])
+    assert ranks["data"][0]["y"] == [f"stage {s} · GPUs {2 * s}–{2 * s + 1}" for s in range(4)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dash import ClientsideFunction, Dash, Input, Output, State, ctx, dcc, html, no_update
 from dash.exceptions import PreventUpdate
+from flask import Response
 
 from cpsim.case.cluster import presets
 from cpsim.errors import CpsimError
@@ -30,7 +31,7 @@ from cpsim.explore.controls import (
 from cpsim.explore.door import Turns, check, page_of
 from cpsim.prediction.standalone import standalone
 from cpsim.report.front import caveats_html, front_html
-from cpsim.report.page import TEMPLATES, shared_style
+from cpsim.report.page import TEMPLATES, asset, shared_style
 from cpsim.report.step_page import step_front
 from cpsim.report.steps import step_recommendation
 from cpsim.report.views import TITLES, View
@@ -55,6 +56,8 @@ LOADING: Final = "Loading costs and engines; after an installation they are comp
 STEPPED: Final = ("nodes", "seed")
 """Numbers that make sense one up or down; what is typed elsewhere is said by Enter, or by leaving the field."""
 THEMES: Final = ("light", "dark")
+OPEN: Final = "/open.js"
+"""Where the script is that reports have, too."""
 
 
 def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
@@ -68,6 +71,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
     app = Dash(__name__, title="cpsim explore", update_title="", serve_locally=True)
     known = controls(start)
     app.index_string = _index(app.index_string)
+    app.server.add_url_rule(OPEN, view_func=lambda: Response(asset("open.js"), mimetype="text/javascript"))
     app.layout = _layout(known, {**state_of(start), "view": VIEWS[0], "theme": ""})
     names = [control.name for control in known] + ["view", "theme"]
     app.clientside_callback(
@@ -392,7 +396,8 @@ def _hidden(name: str, value: str) -> Any:
 
 def _index(page: str) -> str:
     """The frame of the page, with its language and what it has in common with reports."""
-    return page.replace("<html>", '<html lang="en">').replace("{%css%}", f"{{%css%}}<style>{shared_style()}</style>")
+    style = f'{{%css%}}<style>{shared_style()}</style><script src="{OPEN}"></script>'
+    return page.replace("<html>", '<html lang="en">').replace("{%css%}", style)
 
 
 def _downloads() -> Any:

@@ -68,6 +68,8 @@ def step_view(state: State, advice: StepAdvice) -> View:
             return checked_view()
         case "memory":
             return step_page.memory_view(advice)
+        case "timeline":
+            return step_page.timeline_view(advice)
         case "paste":
             return step_page.paste(advice)
     why = step_page.time_view(advice)

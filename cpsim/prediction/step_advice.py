@@ -29,6 +29,7 @@ from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import step_prediction
 from cpsim.prediction.results import TIE, Prediction, Refusal, inseparable
+from cpsim.prediction.step.opened import Opened
 from cpsim.prediction.step.step import Step
 from cpsim.prediction.step_changes import CHUNKS, RECOMPUTE
 from cpsim.prediction.steps import SLOW_PLANS, StepCase
@@ -102,6 +103,8 @@ class StepAdvice:
     """Those that were not simulated whole, with the seconds that they take at least; fastest first."""
     refused: tuple[Refused, ...]
     notes: tuple[str, ...]
+    opened: Opened | None = None
+    """What is recommended, or comes nearest to fitting, in time."""
 
     @property
     def tied(self) -> tuple[StepCandidate, ...]:
@@ -297,7 +300,7 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     notes = dict.fromkeys(_notes(scenario, layouts))
     notes |= dict.fromkeys(note for _, p, _ in found or nearest for note in p.notes)
     refused = [one for name, one in search.refused.items() if name not in search.found]
-    return StepAdvice(
+    advice = StepAdvice(
         scenario=scenario,
         assumed=_assumed(search, layouts),
         candidates=tuple(sorted(_ranked(found), key=lambda one: one.step.time_s)),
@@ -306,6 +309,13 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
         refused=tuple(refused),
         notes=tuple(notes),
     )
+    best = advice.recommended or next(iter(advice.nearest), None)
+    return replace(advice, opened=_opened(search.steps, best)) if best else advice
+
+
+def _opened(steps: StepCase, best: StepCandidate) -> Opened:
+    chosen = best.prediction.scenario
+    return steps.opened(best.parallel, str(chosen.strategy), chosen.knobs)
 
 
 def _simulate_best(search: _Search, layouts: Sequence[Parallel], progress: Progress | None) -> None:

@@ -24,6 +24,7 @@ from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
 from cpsim.prediction.step.memory import Occupancy, StageMemory
 from cpsim.prediction.step.offload import check as check_offload
+from cpsim.prediction.step.opened import Opened
 from cpsim.prediction.step.precision import Recipe, check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
@@ -347,6 +348,14 @@ class StepCase:
             InfeasibleError: it cannot run; one line that says why.
         """
         return self.model(parallel, strategy, knobs).simulate(deal(self.sequences(parallel), parallel))
+
+    def opened(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Opened:
+        """When everything of the step runs, cut in one way.
+
+        Raises:
+            InfeasibleError: it cannot run; one line that says why.
+        """
+        return self.model(parallel, strategy, knobs).opened(deal(self.sequences(parallel), parallel))
 
 
 def _shared(attended: Attended, share: float) -> Attended:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from cpsim.runtime.files import write
 if TYPE_CHECKING:
     from cpsim.prediction.results import Advice, Prediction
     from cpsim.prediction.runs import Run
-    from cpsim.report.views import View
 
 
 def write_report(
@@ -66,21 +64,12 @@ def _views(advice: Advice, best: Sequence[Cell], runs: Sequence[Run]) -> Iterato
     if chosen is None:
         return
     if best:
-        yield views.TITLES["map"], "map", _view("map", views.best_map(Around(scenario=advice.scenario), best))
-    yield views.TITLES["timeline"], "timeline", _view("timeline", views.timeline(chosen, ()))
-    yield views.TITLES["memory"], "memory", _view("memory", views.memory_use(advice, chosen))
-    yield views.TITLES["mask"], "mask", _view("mask", views.mask(advice.scenario, chosen, ()))
+        yield views.TITLES["map"], "map", views.view_html("map", views.best_map(Around(scenario=advice.scenario), best))
+    yield views.TITLES["timeline"], "timeline", views.view_html("timeline", views.timeline(chosen, ()))
+    yield views.TITLES["memory"], "memory", views.view_html("memory", views.memory_use(advice, chosen))
+    yield views.TITLES["mask"], "mask", views.view_html("mask", views.mask(advice.scenario, chosen, ()))
     if runs:
-        yield views.TITLES["measured"], "measured", _view("measured", views.measured(advice.scenario, runs))
-
-
-def _view(name: str, view: View) -> str:
-    """A view; the caption of several figures is under the last one, tables are below."""
-    captions = [""] * (len(view.plots) - 1) + [view.caption]
-    names = [name, f"{name}-below"][: len(view.plots)]
-    parts = [figure(*plot) for plot in zip(view.plots, names, captions, strict=False)]
-    parts += [f"<p class=muted>{escape(view.caption)}</p>"] if view.caption and not view.plots else []
-    return "".join((*parts, view.below))
+        yield views.TITLES["measured"], "measured", views.view_html("measured", views.measured(advice.scenario, runs))
 
 
 def _lengths(lengths: Sequence[Prediction]) -> str:

@@ -70,7 +70,7 @@ def page(title: str, sections: Iterable[str], *, with_plots: bool, links: Mappin
 def _scripts() -> str:
     from plotly.io.json import to_json_plotly
 
-    return f"<script>const TEMPLATES = {to_json_plotly(TEMPLATES)};{asset('show.js')}</script>"
+    return f"<script>const TEMPLATES = {to_json_plotly(TEMPLATES)};{asset('open.js')}{asset('show.js')}</script>"
 
 
 def _plotly() -> str:

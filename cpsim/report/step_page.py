@@ -12,19 +12,20 @@ import numpy as np
 
 from cpsim.prediction.results import REFUSALS
 from cpsim.prediction.step_advice import reasons, words
-from cpsim.report import front, validation
+from cpsim.report import front, step_timeline, validation
 from cpsim.report.answer import evidence_text, launch
 from cpsim.report.figures import Figure, house, strategy_colour, titled
 from cpsim.report.memory import GB, limit
-from cpsim.report.page import Group, figure, folded, grouped_table, table
+from cpsim.report.page import Group, folded, grouped_table, table
 from cpsim.report.steps import candidate_row, grouped, memory_text, slower_text, step_recommendation
-from cpsim.report.views import View
+from cpsim.report.views import View, view_html
 from cpsim.report.words import CLEAR, percent_text, seconds_text, strategy_label
 from cpsim.runtime.files import write
 from cpsim.units import format_bytes, short_count
 
 if TYPE_CHECKING:
     from cpsim.prediction.results import Column
+    from cpsim.prediction.step.memory import StageMemory
     from cpsim.prediction.step_advice import StepAdvice, StepCandidate
 
 SHOWN: Final = 12
@@ -62,9 +63,10 @@ def step_report_html(advice: StepAdvice) -> str:
     for title, name, view in (
         ("Text to paste", "paste", paste(advice)),
         ("Why", "why", time_view(advice)),
+        ("Timeline", "timeline", timeline_view(advice)),
         ("Memory", "memory", memory_view(advice)),
     ):
-        body = "".join(figure(plot, name, view.caption) for plot in view.plots) + view.below
+        body = view_html(name, view)
         sections += [(title, name, body)] if body else []
     sections.insert(2 if advice.recommended else 1, ("Alternatives", "alternatives", alternatives(advice)))
     return front.answered_page(
@@ -175,9 +177,26 @@ def memory_view(advice: StepAdvice) -> View:
     if not shown:
         return View()
     best = advice.recommended or shown[0]
+    several = len(best.step.memory) > 1
+    plots = (memory_bars(shown), stage_bars(best)) if several else (memory_bars(shown),)
     caption = "Tensors by kind, and what NCCL's communicators and the CUDA context take, on the fullest GPU."
+    caption += f" Below: on the GPUs of every stage of {_label(best)}, all of which hold as much." * several
     below = f"<p>{escape(_label(best))}. {escape(memory_text(best.step))}.</p>"
-    return View(plots=(memory_bars(shown),), caption=caption, below=below, columns=lambda: step_columns(advice))
+    return View(plots=plots, caption=caption, below=below, columns=lambda: step_columns(advice))
+
+
+def timeline_view(advice: StepAdvice) -> View:
+    """When every pass runs of what is recommended, and what its layers do."""
+    opened = advice.opened
+    if opened is None:
+        return View()
+    gpus = advice.scenario.gpus
+    return View(
+        plots=(step_timeline.pipeline(opened, gpus), step_timeline.layers(opened)),
+        caption=step_timeline.caption(opened),
+        below=step_timeline.buttons(opened),
+        columns=lambda: step_timeline.pass_columns(opened),
+    )
 
 
 def alternatives(advice: StepAdvice) -> str:
@@ -221,10 +240,9 @@ def step_columns(advice: StepAdvice) -> dict[str, Column]:
 
 
 def _stacked(
-    shown: Sequence[StepCandidate], parts: Sequence[dict[str, float]], colours: dict[str, str], axis: str, unit: str
+    labels: Sequence[str], parts: Sequence[dict[str, float]], colours: dict[str, str], axis: str, unit: str
 ) -> Figure:
-    """A bar for every candidate, of parts by name."""
-    labels = [escape(_label(one)) for one in shown]
+    """A bar for every label, of parts by name."""
     data = [
         {
             "type": "bar",
@@ -239,17 +257,35 @@ def _stacked(
         if any(row[name] for row in parts)
     ]
     axes = {"xaxis": titled(axis), "yaxis": {"autorange": "reversed", "automargin": True}}
-    return {"data": data, "layout": house(190 + 34 * len(shown), top=95) | axes | {"barmode": "stack"}}
+    return {"data": data, "layout": house(190 + 34 * len(labels), top=95) | axes | {"barmode": "stack"}}
 
 
 def time_bars(shown: Sequence[StepCandidate]) -> Figure:
     """Seconds of every candidate by what GPUs do."""
-    return _stacked(shown, [one.aspects() for one in shown], COLOURS, "time of a step [s]", "s")
+    return _stacked(_labels(shown), [one.aspects() for one in shown], COLOURS, "time of a step [s]", "s")
 
 
 def memory_bars(shown: Sequence[StepCandidate]) -> Figure:
     """Memory of every candidate by kind, beside that of a GPU."""
-    parts = [{name: nbytes / GB for name, nbytes in asdict(one.step.fullest).items()} for one in shown]
+    fullest = [one.step.fullest for one in shown]
+    return _of_kinds(_labels(shown), fullest, "memory of the fullest GPU [GB]", shown[0].step.gpu_bytes)
+
+
+def stage_bars(best: StepCandidate) -> Figure:
+    """Memory of every rank by kind, beside that of a GPU: those of a stage hold as much."""
+    stages = best.step.memory
+    gpus = best.prediction.scenario.gpus
+    labels = [step_timeline.stage_text(stage, len(stages), gpus) for stage in range(len(stages))]
+    return _of_kinds(labels, stages, "memory of a GPU [GB]", best.step.gpu_bytes)
+
+
+def _labels(shown: Sequence[StepCandidate]) -> list[str]:
+    return [escape(_label(one)) for one in shown]
+
+
+def _of_kinds(labels: Sequence[str], held: Sequence[StageMemory], axis: str, gpu_bytes: int) -> Figure:
+    """Memory by kind of tensor, with a line at that of a GPU."""
+    parts = [{name: nbytes / GB for name, nbytes in asdict(one).items()} for one in held]
     colours = {name: KINDS[i % len(KINDS)] for i, name in enumerate(parts[0])}
-    made = _stacked(shown, parts, colours, "memory of the fullest GPU [GB]", "GB")
-    return made | {"layout": made["layout"] | limit(shown[0].step.gpu_bytes / GB)}
+    made = _stacked(labels, parts, colours, axis, "GB")
+    return made | {"layout": made["layout"] | limit(gpu_bytes / GB)}

@@ -18,7 +18,7 @@ from cpsim.report.frontier import MAP_CAPTION, cell_columns, frontier
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.measured import measured as measured_figure
 from cpsim.report.measured import measured_columns
-from cpsim.report.page import Group, folded, grouped_table, table
+from cpsim.report.page import Group, figure, folded, grouped_table, table
 from cpsim.report.words import case_text, numbers_of, strategy_label
 
 if TYPE_CHECKING:
@@ -72,6 +72,15 @@ class View:
     """The view's data, in SI units."""
     chosen: Candidate | None = None
     """The strategy that the view is about, where it is about one."""
+
+
+def view_html(name: str, view: View) -> str:
+    """A view as a part of a report; the caption of several figures is under the last one, tables are below."""
+    captions = [""] * (len(view.plots) - 1) + [view.caption]
+    names = [name, f"{name}-below"][: len(view.plots)]
+    parts = [figure(*plot) for plot in zip(view.plots, names, captions, strict=False)]
+    parts += [f"<p class=muted>{escape(view.caption)}</p>"] if view.caption and not view.plots else []
+    return "".join((*parts, view.below))
 
 
 def ranking(advice: Advice) -> View:

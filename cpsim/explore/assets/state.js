@@ -50,6 +50,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         target.tabIndex = -1; // beside the button that opens the list: once is enough for the Tab key
       }
       compare();
+      opened();
       if (answered.serial === serial && answered.pieces[0] < answered.pieces[1]) {
         window.dash_clientside.set_props("more", { data: answered.at });
       }
@@ -117,7 +118,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-const OF_ATTENTION = ["map", "timeline", "mask", "measured"], OF_STEPS = ["paste"];
+const OF_ATTENTION = ["map", "mask", "measured"], OF_STEPS = ["paste"];
 
 function select(view, isStep) {
   const missing = isStep ? OF_ATTENTION : OF_STEPS;

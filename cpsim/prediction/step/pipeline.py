@@ -43,6 +43,8 @@ class Pipeline:
     """(replica, pass) of the passes that the last end consists of, first to last; of ticks the longest pass of each."""
     hops: int
     """Times that the path waited for a transfer between stages."""
+    done_s: Floats
+    """End of every pass, ``[2, R, M, P * chunks]``."""
 
     @property
     def makespan_s(self) -> float:
@@ -84,7 +86,7 @@ def one_f_one_b(seconds: Floats, hop_s: float, chunks: int = 1) -> Pipeline:
     orders = _orders(stages, microbatches, chunks)
     _fill(end, seconds, _table(stages, microbatches, chunks), hop_s)
     last = end[1, :, -1, :stages]  # of the first chunk of every stage
-    return Pipeline(last, *_critical_path(end, last, orders, hop_s))
+    return Pipeline(last, *_critical_path(end, last, orders, hop_s), end)
 
 
 @lru_cache(512)
@@ -189,23 +191,31 @@ def same_phase(seconds: Floats, hop_s: float) -> Pipeline:
     _, replicas, microbatches, stages = seconds.shape
     ticks = microbatches + stages - 1
     path: list[tuple[int, Pass]] = []
+    done, total = np.zeros_like(seconds), 0.0
+    hops = 2 * ticks - 1 if stages > 1 else 0
     for tick in range(ticks + stages - 1):
         for which, first in ((0, 0), (1, stages - 1)):
             if 0 <= tick - first < ticks:
-                path.append(_longest(seconds, which, tick - first))
-    total = sum(float(seconds[one[0], replica, one[1], one[2]]) for replica, one in path)
-    hops = 2 * ticks - 1 if stages > 1 else 0
-    return Pipeline(np.full((replicas, stages), total + hops * hop_s), tuple(path), hops)
+                for m, stage in _in_tick(which, tick - first, microbatches, stages):
+                    done[which, :, m, stage] = total + min(len(path), hops) * hop_s + seconds[which, :, m, stage]
+                replica, one = _longest(seconds, which, tick - first)
+                path.append((replica, one))
+                total += float(seconds[one[0], replica, one[1], one[2]])
+    return Pipeline(np.full((replicas, stages), total + hops * hop_s), tuple(path), hops, done)
+
+
+def _in_tick(which: int, tick: int, microbatches: int, stages: int) -> list[tuple[int, int]]:
+    """Microbatches and stages that run a phase in a tick."""
+    found = [(tick - (stage if which == 0 else stages - 1 - stage), stage) for stage in range(stages)]
+    return [(m, stage) for m, stage in found if 0 <= m < microbatches]
 
 
 def _longest(seconds: Floats, which: int, tick: int) -> tuple[int, Pass]:
     """The longest pass of a tick, over replicas and stages."""
     _, _, microbatches, stages = seconds.shape
     found = []
-    for stage in range(stages):
-        m = tick - (stage if which == 0 else stages - 1 - stage)
-        if 0 <= m < microbatches:
-            replica = int(np.argmax(seconds[which, :, m, stage]))
-            found.append((float(seconds[which, replica, m, stage]), replica, (which, m, stage)))
+    for m, stage in _in_tick(which, tick, microbatches, stages):
+        replica = int(np.argmax(seconds[which, :, m, stage]))
+        found.append((float(seconds[which, replica, m, stage]), replica, (which, m, stage)))
     _, replica, one = max(found)
     return replica, one

@@ -37,6 +37,7 @@ from cpsim.prediction.step.memory import (
     workspaces,
 )
 from cpsim.prediction.step.offload import note, offloaded
+from cpsim.prediction.step.opened import LAYERS, Inside, Opened, ops_of, passes_of
 from cpsim.prediction.step.overlap import beside_others
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
 from cpsim.prediction.step.precision import FP8, FP8_NOTE, Recipe, kept_in_fp8
@@ -260,6 +261,34 @@ class StepModel:
                 )
             ),
         )
+
+    def opened(self, batch: Batch) -> Opened:
+        """When every pass of the replica that ends last runs, and what layers of its stages do meanwhile.
+
+        Raises:
+            InfeasibleError: attention cannot run like this.
+        """
+        attended = [self.attention.of(replica) for replica in batch]
+        seconds = self._passes(batch, attended)
+        pipeline, _ = self._run(batch, seconds)
+        time_s, _ = self._updates(pipeline, seconds, self.most_tokens(batch))
+        last, passes = passes_of(pipeline, seconds.sum(axis=-1), self.parallel.pp, time_s)
+        heaviest = int(np.argmax([one.seconds for one in attended[last]]))
+        tokens, alike = self.tokens(batch[last][heaviest]), dict[object, list[int]]()
+        for chunk in range(self.parallel.virtual_stages):
+            alike.setdefault(self._alike(chunk), []).append(chunk)
+        return Opened(
+            passes=passes,
+            inside=tuple(self._inside(chunks, tokens, attended[last][heaviest]) for chunks in alike.values()),
+        )
+
+    def _inside(self, chunks: Sequence[int], tokens: int, attended: Attended) -> Inside:
+        """A few layers of virtual stages that are alike."""
+        make, layers = self._programs(tokens, chunks[0]), self.layers[chunks[0]]
+        shown = min(LAYERS, layers)
+        run = make(shown)
+        ops = ops_of(run, scheduled(run, self._prices(attended.parts, make)))
+        return Inside(chunks=tuple(chunks), layers=layers, shown=shown, ops=ops)
 
     def program(self, tokens: int, chunk: int = 0) -> Program:
         """What a GPU runs of a virtual stage for a microbatch of so many tokens on a context-parallel rank."""

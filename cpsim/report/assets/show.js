@@ -3,7 +3,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)"), asked = [];
 const template = () => TEMPLATES[dark.matches ? "dark" : "light"];
 let ready = false;
 function draw([name, made]) {
-  Plotly.newPlot(name, made.data, {...made.layout, template: template()}, {displayModeBar: false, responsive: true});
+  Plotly.newPlot(name, made.data, {...made.layout, template: template()}, {displayModeBar: false, responsive: true}).then(opened);
 }
 function show(...figure) { asked.push(figure); if (ready) draw(figure); }
 dark.addEventListener("change", () => {

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from studies.__main__ import app
 from studies.longca.findings import REASONS, findings
-from studies.longca.report import study_html, study_lines, study_view, throughput_rows
+from studies.longca.report import NAMES, study_html, study_lines, study_view, throughput_lines, throughput_rows
 from studies.longca.reproduce import GPUS, MECHANISMS, OURS, THEIRS, points, rows_of, run, sample_documents
+from studies.magi.reproduce import published
 
 REPLAYED = {
     8: (41, 4, 69, 22.7, 0.203, 0.117, 0.334),
@@ -48,6 +49,19 @@ def test_the_grid_has_every_mask_sample_and_mechanism_and_dense_masks_once():
         *((m, c) for m in MECHANISMS for c in (THEIRS, OURS) if (m, c) != ("hybrid_cp", THEIRS))
     }
     assert all(r.time_s <= r.slowest_s for r in rows)
+
+
+def test_published_throughputs_are_hollow_circles_beside_the_lines():
+    small = run(gpus=(8, 16), samples=1, jobs=1)
+    for mask in ("full", "causal_document"):
+        data = [
+            trace for trace in throughput_lines(small, mask).data if trace.marker.symbol == "circle-open" and trace.x[0]
+        ]
+        drawn = {(t.name.split(",")[0], x, y) for t in data for x, y in zip(t.x, t.y, strict=True)}
+        rows = [r for r in published() if r.mask == mask and r.gpus <= 16 and not r.strategy.startswith("magi")]
+        names = NAMES | {"hybrid_dcp": NAMES["hybrid_cp"]}
+        assert drawn == {(names[r.strategy], str(r.gpus), r.published) for r in rows}
+        assert len(rows) == 24
 
 
 @pytest.fixture(scope="module")

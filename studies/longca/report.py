@@ -20,6 +20,7 @@ from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
 from studies.longca.findings import DENSE, DOCUMENT, Finding, findings
 from studies.longca.reproduce import MASKS, MECHANISMS, OURS, PASSES, THEIRS, Row, Study
+from studies.magi.reproduce import published
 
 NAMES: Final = {
     "ulysses": "Ulysses",
@@ -37,6 +38,11 @@ TITLES: Final = {
 }
 WORDS: Final = {"fwd": "forward", "bwd": "backward"}
 HEAD: Final = ("GPUs", *NAMES.values())
+LEGEND: Final = (
+    "Lines are simulated, solid: LongCA-bench's code, dotted: our executor; means over samples. Hollow circles are "
+    "published: the paper has no numbers, but MagiAttention has run the same mechanisms with code of its own on 8 to "
+    "64 H100; its documents differ, and its times are those of the slowest rank. Hover for ranges and differences."
+)
 
 
 def study_view(study: Study) -> RenderableType:
@@ -124,8 +130,8 @@ def study_html(study: Study) -> str:
     judged = findings(study)
     lead = f"{sum(f.holds for f in judged)} of {len(judged)} findings come out of the simulation."
     sections = [f"<h1>LongCA-bench on 8 to 96 H100, simulated</h1><p class=lead>{lead}</p>"]
-    caption = "Solid: LongCA-bench's code; dotted: our executor. Means over samples; hover for the range."
-    sections += [figure(_lines(study, mask), f"mask-{mask}", f"{TITLES[mask]}. {caption}") for mask in MASKS]
+    sections.append(f"<p class=muted>{escape(LEGEND)}</p>")
+    sections += [figure(throughput_lines(study, mask), f"mask-{mask}", f"{TITLES[mask]}.") for mask in MASKS]
     rows = [("yes" if f.holds else "no", f.claim, _found(f)) for f in judged]
     sections.append("<h2>Findings</h2>" + html_table(("holds", "finding", "simulated"), rows, num_text=3))
     head = ("our executor over LongCA-bench", *(f"{m}, {p}" for m, p in GAINS))
@@ -138,8 +144,8 @@ def study_html(study: Study) -> str:
     return page("cpsim: LongCA-bench on 8 to 96 H100", sections, with_plots=True)
 
 
-def _lines(study: Study, mask: str) -> Any:
-    """Throughput against GPUs, forward and backward, one line a mechanism."""
+def throughput_lines(study: Study, mask: str) -> Any:
+    """Throughput against GPUs, forward and backward: a line a mechanism, and what was published as hollow circles."""
     made = make_subplots(1, 2, subplot_titles=[WORDS[p] for p in PASSES], shared_yaxes=True, horizontal_spacing=0.04)
     for column, pass_ in enumerate(PASSES, 1):
         for mechanism, colour in zip(MECHANISMS, PALETTE, strict=False):
@@ -161,9 +167,42 @@ def _lines(study: Study, mask: str) -> Any:
                     marker={"size": 6 if code == THEIRS else 4},
                     text=[_hover(cell) for cell in cells],
                 )
-    made.update_xaxes(title="GPUs", type="category")
+            made.add_scatter(row=1, col=column, **_published(study, mask, pass_, mechanism, colour))
+    made.add_scatter(x=[None], y=[None], name="published", mode="markers", marker=_hollow("#64748b"))
+    made.update_xaxes(title="GPUs", type="category", categoryarray=[str(n) for n in study.gpus])
     made.update_yaxes(title="TFLOP/s per GPU", rangemode="tozero", col=1)
     return styled(made, 440)
+
+
+def _published(study: Study, mask: str, pass_: str, mechanism: str, colour: str) -> dict[str, Any]:
+    """What MagiAttention measured of a mechanism, beside what is simulated of LongCA-bench's code."""
+    name = {"hybrid_cp": "hybrid_dcp"}.get(mechanism, mechanism)
+    rows = [
+        row
+        for row in published()
+        if (row.strategy, row.mask, row.pass_) == (name, mask, pass_) and row.gpus in study.gpus
+    ]
+    code = OURS if mechanism == "hybrid_cp" else THEIRS
+    off = [study.mean(row.gpus, mask, pass_, mechanism, code) / row.published - 1 for row in rows]
+    return {
+        "x": [str(row.gpus) for row in rows],
+        "y": [row.published for row in rows],
+        "legendgroup": mechanism,
+        "name": f"{NAMES[mechanism]}, published",
+        "showlegend": False,
+        "mode": "markers",
+        "marker": _hollow(colour),
+        "hoverinfo": "text",
+        "text": [
+            f"{NAMES[mechanism]}, published, {row.gpus} GPUs<br>"
+            f"{row.published:.0f} TFLOP/s, simulated {100 * error:+.0f} %"
+            for row, error in zip(rows, off, strict=True)
+        ],
+    }
+
+
+def _hollow(colour: str) -> dict[str, Any]:
+    return {"symbol": "circle-open", "size": 11, "color": colour, "line": {"width": 2}}
 
 
 def _hover(cell: Sequence[Row]) -> str:

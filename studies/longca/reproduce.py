@@ -21,9 +21,9 @@ import numpy as np
 
 from cpsim.case.documents import load_bins
 from cpsim.case.load import scenario_from
-from cpsim.case.resolve import workload_of
 from cpsim.errors import InfeasibleError
-from cpsim.prediction.predict import predict
+from cpsim.prediction.case import resolve
+from cpsim.prediction.predict import run_passes, window_s
 from cpsim.runtime.processes import Progress, mapped
 
 GPUS: Final = (8, 16, 24, 32, 48, 64, 96)
@@ -168,12 +168,15 @@ def _row(point: Point, mechanism: str, implementation: str, pass_: str) -> Row:
         pass_=pass_,
     )
     try:
-        found = predict(scenario)
+        case = resolve(scenario)
+        passes = run_passes(case)  # without what a prediction has beside its time
     except InfeasibleError as reason:
         return replace(row, reason=str(reason))
-    seconds = float(found.timelines[pass_].rank_end_s().mean())
-    work_tflop = workload_of(scenario).flops(scenario.passes[0]) / point.gpus / 1e12
-    return replace(row, time_s=seconds, slowest_s=found.time_s, tflops_per_gpu=work_tflop / seconds)
+    timeline = passes[scenario.passes[0]].timeline
+    assert timeline is not None
+    seconds = float(timeline.rank_end_s().mean())
+    work_tflop = case.workload.flops(scenario.passes[0]) / point.gpus / 1e12
+    return replace(row, time_s=seconds, slowest_s=window_s(case, passes), tflops_per_gpu=work_tflop / seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 STREAM_NAMES: Final = {
     "compute": "computation",
-    "comm": "TP and EP",
-    "gather": "gathers",
+    "comm": "TP",
+    "gather": "gathers, EP",
     "scatter": "scatters",
     "to_host": "to the host",
     "from_host": "from the host",

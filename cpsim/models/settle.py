@@ -34,7 +34,8 @@ _LIMITED: Final = {"products": 1.0}
 """Large products draw what the power limit allows."""
 SETTLED_AFTER: Final = 8
 SETTLED: Final = 1e-3
-"""Rounds at most, and the relative change of an iteration's time, after which clocks are settled."""
+SETTLED_S: Final = 1e-8
+"""Rounds at most, and the change of an iteration's time, relative and in seconds, after which clocks are settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def settle(
         duration[attends] = settled_seconds(full, endless, ranks, drawn, period + given.pause_s, power)
         slowed = np.bincount(ranks, duration[attends] - full, schedule.num_ranks)
         known, period = period, float(earliest(*before, duration, release_s)[1].max()) - slowed
-        if np.allclose(known, period, rtol=SETTLED):
+        if (np.abs(known - period) <= SETTLED_S + SETTLED * np.abs(period)).all():
             break
     if np.isinf(given.ahead_s) and not given.reads:
         busy = (np.bincount(ranks, duration[attends], schedule.num_ranks) + drawn) / np.maximum(known, 1e-12)

@@ -257,7 +257,7 @@ def _stacked(
         if any(row[name] for row in parts)
     ]
     axes = {"xaxis": titled(axis), "yaxis": {"autorange": "reversed", "automargin": True}}
-    return {"data": data, "layout": house(190 + 34 * len(labels), top=95) | axes | {"barmode": "stack"}}
+    return {"data": data, "layout": house(max(390, 190 + 42 * len(labels)), top=95) | axes | {"barmode": "stack"}}
 
 
 def time_bars(shown: Sequence[StepCandidate]) -> Figure:
@@ -280,7 +280,8 @@ def stage_bars(best: StepCandidate) -> Figure:
 
 
 def _labels(shown: Sequence[StepCandidate]) -> list[str]:
-    return [escape(_label(one)) for one in shown]
+    """In two lines, since screens may be narrow."""
+    return [f"{words(one.parallel)}<br>{escape(strategy_label(one.prediction.scenario))}" for one in shown]
 
 
 def _of_kinds(labels: Sequence[str], held: Sequence[StageMemory], axis: str, gpu_bytes: int) -> Figure:

@@ -133,10 +133,11 @@ def workers():
 
 
 def test_a_case_whose_strategies_are_too_many_to_list_is_dropped_in_one_line():
+    many = ABSURD | {"gpus": 65536, "documents": {"distribution": "pile", "max_length": 1024}}
     answers = Answers(workers=1, cpu_s=0.1)
     try:
         with pytest.raises(Dropped, match=f"({OVER_TIME}).* `cpsim advise`"):
-            answers.ask(scenario_from(ABSURD | {"gpus": 65536}), "page", "ranking", None, 60)
+            answers.ask(scenario_from(many), "page", "ranking", None, 60)
     finally:
         answers.close()
 

@@ -139,7 +139,7 @@ _IDENTITY = (
 
 def point_key(op: str, **parameters: Any) -> str:
     """What a point measures, equal for points that measure the same; further parameters and results do not count."""
-    known = {**parameters, "window": parameters.get("window") or None}  # 0 is none
+    known = parameters | {name: parameters.get(name) or None for name in ("window", "value_dim")}  # 0 is none
     return json.dumps([op, *(known.get(name) for name in _IDENTITY)])
 
 

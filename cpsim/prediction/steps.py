@@ -232,7 +232,8 @@ class StepCase:
         alone = replace(parallel, cp=1, dp=parallel.dp * parallel.cp)
         if self.scenario.mask_name not in CAUSAL:
             return model.time_s(batch, [[Attended(({}, {}), 0, 0.0, 0) for _ in replica] for replica in batch])
-        found = [self.model(alone, "none", {}).attention.of(replica) for replica in batch]
+        attention = self.model(alone, "none", {}).attention
+        found = [attention.of(replica) for replica in batch]
         alone_s = np.array([[one.seconds for one in replica] for replica in found])
         share = np.full(alone_s.shape, 1 / parallel.cp)
         if choice is not None:

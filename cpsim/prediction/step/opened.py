@@ -116,7 +116,8 @@ def _said(node: Node) -> tuple[str, str]:
     match node.what:
         case Gemm() as op:
             shape = " x ".join(map(format_count, (op.m, op.n, op.k)))
-            return "matrix product", f"{_PRODUCTS[op.kind]} {shape}{' in FP8' if op.fp8 else ''}"
+            many = f"{op.times} times " if op.times > 1 else ""
+            return "matrix product", f"{_PRODUCTS[op.kind]} {many}{shape}{' in FP8' if op.fp8 else ''}"
         case ElementwisePass() as op:
             return "memory-bound", f"{op.kind.replace('_', ' ')}, {format_bytes(op.nbytes)}"
         case Collective() as op:

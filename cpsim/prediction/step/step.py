@@ -669,12 +669,12 @@ class StepModel:
         return most
 
     def _flops(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
-        total = 0.0
+        total, products_of_token = 0.0, self.model.products()
         for replica, found in zip(batch, attended, strict=True):
             for documents, one in zip(replica, found, strict=True):
                 ops = Ops(self.model, 1, sum(documents))
                 attention = 2.0 * one.area * self.model.heads * (4 * self.model.head_dim + 3 * self.model.values)
-                products, lora = 2.0 * self.model.products() * sum(documents), self.framework.lora
+                products, lora = 2.0 * products_of_token * sum(documents), self.framework.lora
                 passes = 2 if lora else 3  # frozen weights have no gradients
                 adapters = 6.0 * lora.parameters(self.model, 1) * sum(documents) if lora else 0.0
                 layer = passes * products + adapters + attention

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from cpsim.case.model import Model
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
@@ -98,9 +98,9 @@ class Experts:
             Node(ElementwisePass("copy", (BF16 + FP32) * scores), ("router",), {"probs": FP32 * scores}),
             Node(ElementwisePass("copy", 2 * self.sent_bytes), ("h norm", "probs"), {"sent": self.sent_bytes}),
             *there,
-            *self._products("gate_up", rows, "expert gate up"),
+            *self._products("forward", "gate_up", rows, "expert gate up"),
             self._swiglu("swiglu", self._each("expert gate up"), "expert swiglu", self.inner),
-            *self._products("down", "expert swiglu", "expert down"),
+            *self._products("forward", "down", "expert swiglu", "expert down"),
             *back,
             Node(self._sums(), (*returned, "probs"), {"routed": hidden}),
         )
@@ -147,14 +147,15 @@ class Experts:
         """Names of a tensor of experts with equally many tokens."""
         return tuple(f"{name} {i}" for i in range(len(self.alike)))
 
-    def _products(self, name: str, source: str, to: str) -> Nodes:
-        """Of a linear layer of each expert."""
+    def _products(self, kind: Literal["forward", "dgrad"], name: str, source: str, to: str) -> Nodes:
+        """Of a linear layer of each expert, or the gradients of its inputs."""
         inner, outer = self.model.expert(self.tp)[name]
+        n, k = (outer, inner) if kind == "forward" else (inner, outer)
         return tuple(
             Node(
-                Gemm("forward", rows, outer, inner, times=times),
+                Gemm(kind, rows, n, k, times=times),
                 (source, "weights"),
-                {made: BF16 * times * rows * outer},
+                {made: BF16 * times * rows * n},
                 calls=times,
             )
             for (rows, times), made in zip(self.alike, self._each(to), strict=True)
@@ -163,20 +164,11 @@ class Experts:
     def _gradients(self, name: str, source: str, kept: str, to: str) -> Nodes:
         """Of inputs and weights of a linear layer of each expert."""
         inner, outer = self.model.expert(self.tp)[name]
-        dgrads = tuple(
-            Node(
-                Gemm("dgrad", rows, inner, outer, times=times),
-                (source, "weights"),
-                {made: BF16 * times * rows * inner},
-                calls=times,
-            )
-            for (rows, times), made in zip(self.alike, self._each(to), strict=True)
-        )
         wgrads = (
             Node(Gemm("wgrad", outer, inner, rows, times=times), (source, kept), calls=times)
             for rows, times in self.alike
         )
-        return (*dgrads, *wgrads)
+        return (*self._products("dgrad", name, source, to), *wgrads)
 
     def _swiglu(self, kind: str, reads: tuple[str, ...], to: str, elements: int) -> Node:
         """Or its gradient, of all experts at once."""

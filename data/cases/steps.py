@@ -40,13 +40,42 @@ MODELS: dict[str, Case] = {
 COMPILED: Case = {"framework": "torch", "compile": True}
 EAGER: Case = {"framework": "torch", "compile": False}
 HUGGING_FACE: Case = {"framework": "huggingface"}
+MEGATRON: Case = {"framework": "megatron"}
+FP8: Case = {**MEGATRON, "precision": {"fp8": "current"}}
+ROUTED: dict[str, Case] = {
+    "qwen3-30b": {
+        "layers": 4,
+        "hidden": 2048,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "ffn": 6144,
+        "vocab": 151936,
+        "experts": 32,
+        "top_k": 8,
+        "expert_ffn": 768,
+    },
+    "mixtral": {
+        "layers": 2,
+        "hidden": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn": 14336,
+        "vocab": 32000,
+        "experts": 4,
+        "top_k": 2,
+        "expert_ffn": 14336,
+    },
+}
+"""Dimensions of published mixtures of experts, with fewer layers and experts."""
 CHUNKED = 8
 """Chunks of the loss from 16K tokens on, so that logits fit."""
 
 
 def case(model: Case, tokens: int, code: Case, gpus: int = 1, kernel: str = "sdpa_flash", **parallel: Any) -> Case:
     """One step on H100; ``tokens`` on a GPU."""
-    if tokens >= 16 * K and parallel.get("tp", 1) == 1 and code is not HUGGING_FACE:
+    if code["framework"] != "megatron" and tokens >= 16 * K and parallel.get("tp", 1) == 1 and code is not HUGGING_FACE:
         parallel["loss_chunks"] = CHUNKED
     strategy = parallel.pop("strategy", "none")
     common: Case = {
@@ -93,6 +122,32 @@ def on_two() -> list[Case]:
     return found
 
 
+def of_megatron(gpus: int) -> list[Case]:
+    """Megatron-Core, on one GPU or two."""
+    found = list[Case]()
+    cuts: list[Case] = [{"sharding": "none"}]
+    if gpus == 2:
+        cuts = [{"sharding": "zero1"}, {"sharding": "none", "tp": 2}]
+        cuts += [{"sharding": "zero1", "cp": 2, "strategy": each} for each in ("zigzag_ring", "allgather", "ulysses")]
+    for (name, model), cut in product(MODELS.items(), cuts):
+        fewer = {**model, "layers": model["layers"] // 2, "head_dim": model.get("head_dim", 128)}
+        few, many = (K, 4 * K) if name == "llama3-70b" else (2 * K, 8 * K)
+        for tokens in (many,) if "cp" in cut else (few, many):
+            found.append(megatron(fewer, tokens, MEGATRON, gpus, **cut))
+        if cut["sharding"] == "none":
+            found.append(megatron(fewer, 4 * K, FP8, gpus, **cut))
+    shared: Case = {"sharding": "zero1", "ep": 2} if gpus == 2 else {"sharding": "none"}
+    for model, tokens in product(ROUTED.values(), (2 * K, 8 * K)):
+        found.append(megatron(model, tokens, MEGATRON, gpus, **shared))
+    found.append(megatron({**MODELS["llama3-8b"], "head_dim": 128}, 8 * K, MEGATRON, gpus, recompute="full", **cuts[0]))
+    return found
+
+
+def megatron(model: Case, tokens: int, code: Case, gpus: int, **parallel: Any) -> Case:
+    """One step of Megatron-Core on H100; ``tokens`` on a GPU."""
+    return case(model, tokens, code, gpus, "cudnn", **{"recompute": "none", **parallel})
+
+
 def longer(cases: list[Case], cluster: str) -> list[Case]:
     """The same steps of half as many tokens again."""
     return [{**one, "cluster": cluster, "tokens": one["tokens"] * 3 // 2} for one in cases]
@@ -113,6 +168,8 @@ def files() -> dict[Path, str]:
         FOLDER / "steps-1-h200.jsonl": text(longer(on_one(), "dgx-h200"), 53),
         FOLDER / "steps-2-h200.jsonl": text(longer(on_two(), "dgx-h200"), 54),
         FOLDER / "steps-3-h100.jsonl": text(longer(on_two(), "dgx-h100"), 55),
+        FOLDER / "steps-megatron-1-h100.jsonl": text(of_megatron(1), 56),
+        FOLDER / "steps-megatron-2-h100.jsonl": text(of_megatron(2), 57),
     }
 
 

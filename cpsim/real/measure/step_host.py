@@ -28,7 +28,7 @@ from cpsim.errors import CpsimError
 from cpsim.real.run.node import Node, end_process
 from cpsim.real.run.timing import provenance
 from cpsim.real.steps import make
-from cpsim.real.steps.step import StepRunner
+from cpsim.real.steps.step import Steps
 
 Case = dict[str, Any]
 MODEL: Final[Case] = {
@@ -40,6 +40,7 @@ MODEL: Final[Case] = {
     "ffn": 512,
     "vocab": 512,
 }
+MEGATRON: Final[Case] = {"framework": "megatron"}
 TOKENS: Final = 256
 """Of a GPU."""
 LEFT_OUT: Final = 2
@@ -68,34 +69,61 @@ def cases(gpus: int) -> Iterator[tuple[str, Case]]:
                 strategy = "allgather" if "cp" in parallel else "none"
                 yield (
                     f"layer {code}{cut} {recompute}",
-                    {
-                        "model": MODEL,
-                        **framework,
-                        "gpus": gpus,
-                        "cluster": "dgx-h100",
-                        "kernel": "sdpa_flash",
-                        "mask": "causal",
-                        "tokens": TOKENS * gpus,
-                        "strategy": strategy,
-                        "parallel": {**parallel, "recompute": recompute},
-                    },
+                    _case(gpus, framework, {**parallel, "recompute": recompute}, strategy),
                 )
+    yield from _of_megatron(gpus)
+
+
+def _of_megatron(gpus: int) -> Iterator[tuple[str, Case]]:
+    """Dense layers in both precisions, and experts, by how many a rank has."""
+    zero1 = {"sharding": "zero1"}
+    cuts: dict[str, tuple[Case, str]] = {"": ({"sharding": "none"}, "none")}
+    if gpus > 1:
+        cuts = {" ddp": (zero1, "none"), " tp": ({"sharding": "none", "tp": gpus}, "none")}
+        cuts |= {" ddp cp": ({**zero1, "cp": gpus}, "zigzag_ring")}
+    for cut, (parallel, strategy) in cuts.items():
+        for recompute in ("none", "full") if gpus == 1 else ("none",):
+            how = {**parallel, "recompute": recompute}
+            yield f"layer megatron eager{cut} {recompute}", _case(gpus, MEGATRON, how, strategy)
+        if cut in ("", " tp"):
+            fp8, how = {**MEGATRON, "precision": {"fp8": "current"}}, {**parallel, "recompute": "none"}
+            yield f"layer megatron fp8{cut} none", _case(gpus, fp8, how, strategy)
+    for mine in (4, 16):
+        routed = {**MODEL, "experts": mine * gpus, "top_k": 2, "expert_ffn": 256}
+        parallel = {**zero1, "ep": gpus} if gpus > 1 else {"sharding": "none"}
+        found = _case(gpus, MEGATRON, {**parallel, "recompute": "none"}, "none", routed)
+        yield f"layer megatron eager {mine} experts{' ddp ep' if gpus > 1 else ''} none", found
+
+
+def _case(gpus: int, framework: Case, parallel: Case, strategy: str, model: Case = MODEL) -> Case:
+    return {
+        "model": model,
+        **framework,
+        "gpus": gpus,
+        "cluster": "dgx-h100",
+        "kernel": "cudnn" if framework["framework"] == "megatron" else "sdpa_flash",
+        "mask": "causal",
+        "tokens": TOKENS * gpus,
+        "strategy": strategy,
+        "parallel": parallel,
+    }
 
 
 class Watched:
     """Notes when the layers of a step begin, in both passes."""
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(self, runner: Steps) -> None:
         self.runner = runner
         self.forward, self.backward = list[float](), list[float]()
-        for block in runner.inner.blocks():
-            block.register_forward_pre_hook(self._begun)
+        for block in runner.blocks:
+            block.register_forward_pre_hook(self._begun, with_kwargs=True)
 
-    def _begun(self, _block: object, args: tuple[Any, ...]) -> None:
+    def _begun(self, _block: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() == -1:  # not computed again
             self.forward.append(time.perf_counter())
-            if args and args[0].requires_grad:
-                args[0].register_hook(self._left)
+            hidden = args[0] if args else named.get("hidden_states")
+            if hidden is not None and hidden.requires_grad:
+                hidden.register_hook(self._left)
 
     def _left(self, grad: object) -> object:
         self.backward.append(time.perf_counter())
@@ -105,10 +133,10 @@ class Watched:
         """Seconds of every layer's forward and backward pass, and of the optimizer's step."""
         self.forward.clear()
         self.backward.clear()
-        self.runner.optimizer.zero_grad(set_to_none=True)
+        self.runner.clear()
         self.runner.backward()
         before = time.perf_counter()
-        self.runner.optimizer.step()
+        self.runner.update()
         took = time.perf_counter() - before
         return _between(self.forward), _between(self.backward), took
 

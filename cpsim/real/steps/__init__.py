@@ -1,4 +1,5 @@
-"""Whole training steps in other people's frameworks: one module per framework, each with a function that makes a model.
+"""Whole training steps in other people's frameworks: one module per framework, each with a function that makes a model,
+or a step where a framework runs models its own way.
 
 An iteration is a step: gradients set to none, forward passes, loss and backward passes of all microbatches, gradients
 summed over replicas, and AdamW (fused). Covered by tests/test_real_steps_cpu.py.
@@ -13,12 +14,12 @@ from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError
 from cpsim.real.run.node import Node
 from cpsim.real.steps.cut import cut_of
-from cpsim.real.steps.step import StepRunner
+from cpsim.real.steps.step import StepModel, StepRunner, Steps
 
-MODULES: Final = {"torch": "llama_torch", "huggingface": "hugging_face"}
+MODULES: Final = {"torch": "llama_torch", "huggingface": "hugging_face", "megatron": "megatron"}
 
 
-def make(scenario: Scenario, node: Node) -> StepRunner:
+def make(scenario: Scenario, node: Node) -> Steps:
     """A step of a scenario on this rank, on random tokens.
 
     Raises:
@@ -30,6 +31,7 @@ def make(scenario: Scenario, node: Node) -> StepRunner:
     try:
         module = import_module(f"cpsim.real.steps.{MODULES[framework]}")
         cut = cut_of(scenario, node)
-        return StepRunner(module.make(cut, node), cut, node)
+        made: StepModel | Steps = module.make(cut, node)
+        return StepRunner(made, cut, node) if isinstance(made, StepModel) else made
     except ModuleNotFoundError as error:
         raise InfeasibleError(f"framework: {framework} needs package {error.name}, which is not installed") from None

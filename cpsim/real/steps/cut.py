@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,8 +20,36 @@ from cpsim.prediction.step.frameworks import DEFAULT, framework
 from cpsim.real.run.node import Node
 
 BACKENDS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-STRATEGIES = ("allgather", "ring", "zigzag_ring")
-"""Those of PyTorch's context parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """What steps of a framework run with here."""
+
+    shardings: tuple[str, ...] = ("none", "fsdp")
+    recomputes: tuple[str, ...] = ("none", "full", "per_op")
+    strategies: tuple[str, ...] = ("allgather", "ring", "zigzag_ring")
+    """Of context parallelism."""
+    kernels: tuple[str, ...] = (*BACKENDS, "fa2")
+    recipes: tuple[str, ...] = ()
+    """Of products in FP8."""
+    experts: bool = False
+    parts_loss: bool = True
+
+
+RUNS: Final = {
+    "torch": Runs(),
+    "huggingface": Runs(),
+    "megatron": Runs(
+        shardings=("none", "zero1"),
+        recomputes=("none", "full"),
+        strategies=("zigzag_ring", "allgather", "ulysses"),
+        kernels=("cudnn", "fa2"),
+        recipes=("delayed", "current"),
+        experts=True,
+        parts_loss=False,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,45 +121,57 @@ def cut_of(scenario: Scenario, node: Node) -> Cut:
         backend=BACKENDS.get(scenario.kernel, SDPBackend.FLASH_ATTENTION) if node.cuda else SDPBackend.MATH,
     )
     parallel.check(cut.model, cluster_of(scenario))
-    for reason in _reasons(cut):
+    for reason in _reasons(cut, RUNS[known.name]):
         raise InfeasibleError(reason)
     return cut
 
 
-def _reasons(cut: Cut) -> list[str]:
+def _reasons(cut: Cut, runs: Runs) -> list[str]:
     """Why a step cannot run, each in one line."""
     s, p, m = cut.scenario, cut.parallel, cut.model
     strategy = s.strategy or ("none" if p.cp == 1 else "allgather")
+    in_bf16 = s.precision in (None, "bf16") or (isinstance(s.precision, dict) and s.precision["fp8"] in runs.recipes)
     wrong = {
         f"pp: steps run here without pipeline parallelism, got pp = {p.pp}; use 1": p.pp > 1,
-        f"sharding: expected none or fsdp, got {p.sharding}": p.sharding not in ("none", "fsdp"),
-        f"recompute: expected none, full or per_op, got {p.recompute}": p.recompute not in ("none", "full", "per_op"),
+        f"sharding: expected {_either(runs.shardings)}, got {p.sharding}": p.sharding not in runs.shardings,
+        f"recompute: expected {_either(runs.recomputes)}, got {p.recompute}": p.recompute not in runs.recomputes,
         "trainable: steps run here train all weights; leave it out": s.trainable not in (None, "all"),
         "offload: steps run here keep activations on the GPU; leave it out": s.offload is not None,
         "window: steps run here without sliding windows; leave it out": m.window > 0,
-        f"kernel: expected sdpa_flash, cudnn or fa2, got {s.kernel}": s.kernel not in (*BACKENDS, "fa2"),
+        f"kernel: expected {_either(runs.kernels)}, got {s.kernel}": s.kernel not in runs.kernels,
         f"mask: steps run here with causal, got {s.mask_name}": s.mask != "causal",
         f"tokens: expected a multiple of dp x microbatches x context = {p.dp} x {p.microbatches} x {cut.context}, "
         f"got {s.num_tokens}": cut.batch * cut.context * p.dp * p.microbatches != s.num_tokens,
         f"batch: expected {cut.batch} sequences of a microbatch, got {p.batch}": p.batch not in (None, cut.batch),
         f"strategy: {strategy} needs several ranks, got cp = 1; use none": p.cp == 1 and strategy != "none",
-        f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy}": p.cp > 1 and strategy not in STRATEGIES,
+        f"strategy: expected {_either(runs.strategies)}, got {strategy}": p.cp > 1 and strategy not in runs.strategies,
         f"tokens: expected sequences that are multiples of 2 x cp x tp = {2 * p.cp * p.tp} tokens, "
         f"got {cut.context}": p.cp * p.tp > 1 and cut.context % (2 * p.cp * p.tp) != 0,
         f"replicate: expected sharding fsdp, got {p.sharding}": p.replicate > 1 and not cut.is_fsdp,
         "sharding: none, with tp and several replicas, cannot be run here; use fsdp": p.tp > 1
         and p.replicas > 1
+        and "fsdp" in runs.shardings
         and not cut.is_fsdp,
         "tp_overlap: cannot be run here; leave it out": p.tp_overlap,
-        f"precision: linear layers run here in bf16, got {s.precision}": s.precision not in (None, "bf16"),
+        f"precision: expected {_either(('bf16', *(f'fp8: {one}' for one in runs.recipes)))}, got {s.precision}": (
+            not in_bf16
+        ),
         f"loss_chunks: cannot be run with tp = {p.tp}; use 1": p.loss_chunks > 1 and p.tp > 1,
+        f"loss_chunks: expected 1, got {p.loss_chunks}": p.loss_chunks > 1 and not runs.parts_loss,
         f"loss_chunks: expected a divisor of {cut.context // p.cp} tokens, got {p.loss_chunks}": cut.context
         // p.cp
         % p.loss_chunks
         != 0,
-        f"model: steps run here without experts, got {m.experts}; use a dense model": m.experts > 0,
+        f"model: steps run here without experts, got {m.experts}; use a dense model": m.experts > 0
+        and not runs.experts,
+        "model: steps run here without latent attention and shared experts": bool(m.kv_rank or m.shared_experts),
         f"heads: expected a divisor of them, got tp = {p.tp}": m.heads % p.tp != 0,
         "optimizer: steps run here with an optimizer and gradients that are summed": not p.optimizer
         or (p.replicas > 1 and p.gradients == "none"),
     }
     return [reason for reason, is_so in wrong.items() if is_so]
+
+
+def _either(words: Sequence[str]) -> str:
+    """E.g. ``none, full or per_op``."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,32 @@ class StepModel(nn.Module):
         raise NotImplementedError
 
 
+class Steps(Protocol):
+    """Whole steps, part by part; see `cpsim.real.run.runner.Runner`."""
+
+    loss: Tensor
+    """Mean of this replica's microbatches, of the last step."""
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Layers."""
+
+    def prepare(self) -> None:
+        """What comes before every step."""
+
+    def launch(self) -> None:
+        """One step: the three parts below."""
+
+    def clear(self) -> None:
+        """Gradients of the last step go."""
+
+    def backward(self) -> None:
+        """Forward and backward passes of all microbatches, and sums of gradients."""
+
+    def update(self) -> None:
+        """The optimizer's."""
+
+
 class StepRunner:
     """Launches whole steps; see `cpsim.real.run.runner.Runner`."""
 
@@ -57,10 +83,23 @@ class StepRunner:
     def prepare(self) -> None:
         """Nothing: tokens stay the same."""
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Layers."""
+        return self.inner.blocks()
+
     def launch(self) -> None:
         """One step."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear()
         self.backward()
+        self.update()
+
+    def clear(self) -> None:
+        """Gradients of the last step go."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update(self) -> None:
+        """AdamW."""
         self.optimizer.step()
 
     def backward(self) -> None:

@@ -13,6 +13,8 @@ of the processes until it was written) and the parameters of its op:
                   stream_s and graph_s, seconds of one of many in a row, which tell what events add to a kernel
     gemm          kind (forward, dgrad or wgrad of a linear layer), m, n, k: a product [m, k] x [k, n] in bf16
     layer_op      a memory-bound op of transformer layers: kind, variant, width (elements of a row), nbytes
+    linear        a scan of a layer with a state instead of keys: kernel, pass, key_heads, value_heads, key_dim,
+                  value_dim, chunk (tokens computed as products at once), q_lens, states (one comes in, one goes out)
     layer         forward and backward pass of one layer of one tensor-parallel rank: model, tp, q_lens, kernel,
                   recompute, variant, sizes: saved_bytes (kept between the passes) and peak_bytes, without weights
     host          kind (wall seconds that the host spends on one launch), and where others' calls were timed: place
@@ -57,7 +59,7 @@ LOAD_BYTES: Final = 2**27
 EVENTS_S: Final = (1.25e-6, 2.96e-6)
 """Between two CUDA events that the GPU meets one after the other, on a host with one GPU and on one with several: what
 headers of `h100-graphs-1.jsonl` and `h100x2-graphs-1.jsonl` say, which stand for all files without `events_s`."""
-_OF_KERNELS = ("attention", "elementwise", "cached", "gemm", "layer_op")
+_OF_KERNELS = ("attention", "elementwise", "cached", "gemm", "layer_op", "linear")
 _HEADER_KEYS = ("gpu", "num_gpus", "torch", "date", "commit", "command")
 
 Point = dict[str, Any]
@@ -126,6 +128,11 @@ _IDENTITY = (
     "options",
     "window",
     "value_dim",
+    "key_heads",
+    "value_heads",
+    "key_dim",
+    "chunk",
+    "states",
     "m",
     "n",
     "k",

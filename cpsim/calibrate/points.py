@@ -32,6 +32,7 @@ NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "cached": ("kind", "nbytes", "reused"),
     "gemm": ("kind", "m", "n", "k"),
     "layer_op": ("kind", "variant", "width", "nbytes"),
+    "linear": ("kernel", "pass", "key_heads", "value_heads", "key_dim", "value_dim", "chunk", "q_lens", "states"),
     "layer": ("model", "tp", "q_lens", "kernel", "recompute", "variant", "sizes"),
     "host": ("kind",),
     "graph": ("tokens", "nbytes", "rounds", "attention_s", "many_s", "both_s", "message_s"),
@@ -91,6 +92,7 @@ def _list(quantity: Quantity, value: Any) -> Any:
 _SCALARS: Final[Mapping[str, Quantity]] = {
     **dict.fromkeys(("num_gpus", "gpus_of_host", "num_ranks", "num_nodes", "gpus_per_node", "num_groups"), _COUNT),
     **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "num_sms", "tp", "rounds", "blocks", "parts"), _COUNT),
+    **dict.fromkeys(("key_heads", "value_heads", "key_dim", "chunk"), _COUNT),
     **dict.fromkeys(("a_count", "layers"), _COUNT),
     **dict.fromkeys(("m", "n", "k", "width", "hidden", "ffn", "vocab", "heads", "kv_heads", "block"), _ELEMENTS),
     **dict.fromkeys(("nbytes", "reused", "memory_bytes", "peak_bytes", "saved_bytes"), _SIZE),
@@ -131,7 +133,7 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     **{name: partial(_whole, quantity) if quantity in _WHOLE else quantity.read for name, quantity in _SCALARS.items()},
     **{name: partial(_list, quantity) for name, quantity in _LISTS.items()},
     **dict.fromkeys((*_TEXTS, *_MORE_TEXTS), _text),
-    **dict.fromkeys(("causal", "varlen", "rested"), _flag),
+    **dict.fromkeys(("causal", "varlen", "rested", "states"), _flag),
     **dict.fromkeys(("options", "sizes"), _mapping),
     "sm_clock_hz": partial(_numbers, _CLOCK),
     "attention_s": partial(_numbers, MEASURED_S),  # of a rank, or samples

@@ -1,0 +1,470 @@
+"""Measures layers with a state instead of keys: chunked scans, short convolutions and gated norms, both passes apart.
+
+    python -m cpsim.real.measure.linear --seconds 150 --out h100-linear.jsonl
+
+Needs flash-linear-attention's kernels (package `fla-core`) and the Triton part of `mamba-ssm`; what is missing is left
+out. Scans are points `op: linear`: `gated_delta` and `kda` of fla, `mamba2` of mamba-ssm, with and without states
+before and after, which context parallelism needs, and of several sequences. The rest are points `op: layer_op` of kinds
+`short_conv`, `gated_norm`, `grouped_norm` and their gradients.
+
+Triton compiles every configuration that a kernel may choose among, which takes longer than all measurements: first, as
+many processes as there are CPUs compile, then this one chooses and measures, each family of shapes in turn, until the
+time is over. Before that, small calls of all kernels are compared with the recurrence in fp32: points `op: check`. On a
+CPU, or with `--cpu`, the recurrence itself runs on a few tiny sizes, to try the script.
+
+Legend of tensor suffixes: T tokens, H value heads, G key heads, K key dimensions, V value dimensions, C channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpsim.calibrate.measurement import Writer
+from cpsim.real.measure.kernels import Bench
+from cpsim.real.measure.products import rotated
+from cpsim.real.run.recurrent import recurrence
+from cpsim.real.run.timing import provenance
+
+Op = Callable[[], object]
+WIDTH: Final = 4
+"""Tokens that a short convolution sees."""
+TOKENS: Final = (8192, 1024, 65536, 32768, 2048, 16384, 131072, 4096)
+WARM_UP_SHARE: Final = 0.4
+"""Of the time, at most, for compilation by many processes."""
+TUNING_MS: Final = (3, 12)
+"""Milliseconds of warm-up and of repetitions of every configuration that Triton chooses among."""
+MAX_BYTES: Final = 55e9
+"""Of what a call of both passes keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """A scan of one layer over packed sequences."""
+
+    kernel: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int
+    """Tokens that are computed as products at once."""
+    lens: tuple[int, ...]
+    """Tokens of the sequences."""
+    states: bool = False
+    """Whether a state comes in and one goes out, and gradients of both."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Of a point."""
+        return {
+            "kernel": self.kernel,
+            "key_heads": self.key_heads,
+            "value_heads": self.value_heads,
+            "key_dim": self.key_dim,
+            "value_dim": self.value_dim,
+            "chunk": self.chunk,
+            "q_lens": list(self.lens),
+            "states": self.states,
+        }
+
+    def kept_bytes(self) -> float:
+        """Rough bytes of both passes: tensors of tokens, and states of chunks in 4 bytes with their gradients."""
+        tokens, wide = sum(self.lens), self.key_dim + self.value_dim
+        chunks = self.key_dim * self.value_dim / self.chunk
+        return 2.0 * tokens * self.value_heads * (12 * wide + 6 * chunks)
+
+
+def _family(kernel: str, key_heads: int, value_heads: int, key_dim: int, value_dim: int, chunk: int = 64) -> Scan:
+    return Scan(
+        kernel=kernel,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        chunk=chunk,
+        lens=(256,),
+    )
+
+
+QWEN3_NEXT: Final = _family("gated_delta", 16, 32, 128, 128)
+NEMOTRON_H: Final = _family("mamba2", 8, 128, 128, 64, 128)
+KIMI: Final = _family("kda", 32, 32, 128, 128)
+FAMILIES: Final = (
+    QWEN3_NEXT,
+    NEMOTRON_H,
+    KIMI,
+    _family("gated_delta", 2, 4, 128, 128),
+    _family("mamba2", 1, 16, 128, 64, 128),
+    _family("gated_delta", 8, 16, 128, 128),
+    _family("mamba2", 8, 64, 128, 64, 128),  # Nemotron 3 Nano
+    _family("kda", 4, 4, 128, 128),
+    _family("mamba2", 8, 256, 256, 64, 128),  # Nemotron-H-56B
+    _family("gated_delta", 16, 16, 64, 64),
+    _family("mamba2", 8, 128, 128, 64, 256),
+)
+"""Whole layers of published models and shares of tensor-parallel ranks, in order of importance."""
+CHECKED: Final = (FAMILIES[3], FAMILIES[4], FAMILIES[7])
+
+
+def shapes(family: Scan) -> Iterator[Scan]:
+    """Scans of a family, the most telling first."""
+    for i, tokens in enumerate(TOKENS):
+        yield replace(family, lens=(tokens,))
+        if i in (0, 2):
+            yield replace(family, lens=(tokens,), states=True)
+        if family in (QWEN3_NEXT, NEMOTRON_H, KIMI) and i in (0, 3):
+            yield replace(family, lens=(tokens // 8,) * 8)
+            yield replace(family, lens=(tokens // 2, *(tokens // 32,) * 8, *(tokens // 128,) * 32))
+
+
+def random(*sizes: int, device: torch.device, scale: float = 1.0) -> Tensor:
+    """Random inputs whose gradients are asked for."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
+    return (torch.randn(*sizes, device=device) * scale).to(dtype).requires_grad_()
+
+
+def inputs(scan: Scan, device: torch.device) -> dict[str, Tensor]:
+    """Random inputs of a scan by name, and the parameters that go with them."""
+    make, tokens, heads = partial(random, device=device), sum(scan.lens), scan.value_heads
+    x = {
+        "q": make(1, tokens, scan.key_heads, scan.key_dim),
+        "k": make(1, tokens, scan.key_heads, scan.key_dim),
+        "v": make(1, tokens, heads, scan.value_dim),
+        "gate": make(1, tokens, heads, *([scan.key_dim] if scan.kernel == "kda" else [])),
+        "log_a": torch.rand(heads, device=device).requires_grad_(),
+        "bias": torch.rand(heads * (scan.key_dim if scan.kernel == "kda" else 1), device=device).requires_grad_(),
+    }
+    if scan.kernel == "mamba2":
+        x["d"] = torch.ones(heads, device=device).requires_grad_()
+    else:
+        x["beta"] = make(1, tokens, heads)
+    if scan.states:
+        dims = (scan.value_dim, scan.key_dim) if scan.kernel == "mamba2" else (scan.key_dim, scan.value_dim)
+        x["state"] = (torch.randn(len(scan.lens), heads, *dims, device=device) * 0.1).requires_grad_()
+    return x
+
+
+def by_token(scan: Scan, x: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """A scan by its recurrence, in the precision of its inputs."""
+    shape = x["gate"].shape[1:]
+    rate = x["gate"].float() if x["gate"].dtype == torch.bfloat16 else x["gate"]
+    width = (shape[1], shape[2] if len(shape) == 3 else 1)
+    step = F.softplus(rate[0].reshape(-1, *width) + x["bias"].reshape(width))
+    decay = -x["log_a"].exp()[:, None] * step
+    q, k, v = (x[name][0].to(rate.dtype) for name in "qkv")
+    if scan.kernel == "mamba2":
+        made, strength = (q, k, step * v, decay), None
+    else:
+        q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        made, strength = (q * scan.key_dim**-0.5, k, v, decay), torch.sigmoid(x["beta"][0].to(rate.dtype))
+    outs, start = [], 0
+    for length in scan.lens:
+        part = slice(start, start + length)
+        q, k, x_THV, log_decay = (y[part] for y in made)
+        out, _ = recurrence(q, k, x_THV, log_decay, None if strength is None else strength[part])
+        outs.append(out + x["d"][:, None] * v[part] if scan.kernel == "mamba2" else out)
+        start += length
+    return (torch.cat(outs)[None],)
+
+
+def by_chunk(scan: Scan, x: Mapping[str, Tensor], documents: Tensor | None) -> tuple[Tensor, ...]:
+    """A scan by its kernel: outputs, and the last state where states are asked for.
+
+    Args:
+        scan, x: what to compute.
+        documents: ends of sequences from 0 on (fla) or the number of each token's sequence (mamba-ssm).
+    """
+    if scan.kernel == "mamba2":
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        made = mamba_chunk_scan_combined(
+            x["v"],
+            x["gate"],
+            -x["log_a"].exp(),
+            x["k"],
+            x["q"],
+            scan.chunk,
+            D=x["d"],
+            dt_bias=x["bias"],
+            dt_softplus=True,
+            initial_states=x.get("state"),
+            seq_idx=documents,
+            return_final_states=scan.states,
+        )
+        return made if scan.states else (made,)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    out, state = (chunk_kda if scan.kernel == "kda" else chunk_gated_delta_rule)(
+        x["q"],
+        x["k"],
+        x["v"],
+        x["gate"],
+        x["beta"],
+        initial_state=x.get("state"),
+        output_final_state=scan.states,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        state_v_first=False,
+        A_log=x["log_a"],
+        dt_bias=x["bias"],
+        cu_seqlens=documents,
+    )
+    return (out, state) if scan.states else (out,)
+
+
+def documents_of(scan: Scan, device: torch.device) -> Tensor | None:
+    """What tells a kernel of several sequences."""
+    if len(scan.lens) == 1:
+        return None
+    lens = torch.tensor(scan.lens, device=device)
+    if scan.kernel == "mamba2":
+        return torch.repeat_interleave(torch.arange(len(lens), device=device), lens)[None].int()
+    return F.pad(lens.cumsum(0), (1, 0))
+
+
+def both_passes(scan: Scan, device: torch.device) -> tuple[Op, Callable[[], Op]]:
+    """A call of the forward pass, and what makes one of the backward pass."""
+    x, documents = inputs(scan, device), documents_of(scan, device)
+    forward = partial(by_chunk, scan, x, documents) if device.type == "cuda" else partial(by_token, scan, x)
+    return forward, partial(gradients, forward, list(x.values()))
+
+
+def gradients(forward: Callable[[], tuple[Tensor, ...]], wanted: list[Tensor]) -> Op:
+    """A call of the backward pass alone; it can be repeated."""
+    outs = forward()
+    given = [torch.randn_like(out) for out in outs]
+    return lambda: torch.autograd.grad(outs, wanted, given, retain_graph=True, allow_unused=True)
+
+
+def measure_scan(bench: Bench, scan: Scan) -> None:
+    """Both passes of one scan."""
+    passes: list[Any] = []
+
+    def forward() -> list[float]:
+        passes[:] = both_passes(scan, bench.device)
+        return bench.samples(passes[0])
+
+    bench.point("linear", forward, **{"pass": "fwd"}, **scan.parameters())
+    if passes:
+        bench.point("linear", lambda: bench.samples(passes[1]()), **{"pass": "bwd"}, **scan.parameters())
+    del passes[:]
+    if bench.cuda:
+        torch.cuda.empty_cache()
+
+
+def sweep_calls(kind: str, rows: int, width: int, device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:
+    """A memory-bound kernel with what its gradients are of."""
+    make = partial(random, device=device)
+    if kind == "short_conv":
+        x_TC, weight_CW = make(1, rows, width), make(width, WIDTH)
+        if device.type != "cuda":
+            padded = F.pad(x_TC.mT, (WIDTH - 1, 0))
+            return lambda: F.silu(F.conv1d(padded, weight_CW[:, None], groups=width)).mT, [x_TC, weight_CW]
+        from fla.modules.causal_conv1d.ops import causal_conv1d
+
+        return lambda: causal_conv1d(x_TC, weight_CW, activation="silu")[0], [x_TC, weight_CW]
+    group = 128 if kind == "gated_norm" else min(1024, width)
+    x_TC, gate_TC = make(rows, width), make(rows, width)
+    weight_C = make(group if kind == "gated_norm" else width)
+    wanted = [x_TC, gate_TC, weight_C]
+    if device.type != "cuda":
+        return lambda: F.rms_norm(x_TC.view(-1, group), (group,)).view(rows, width) * F.silu(gate_TC), wanted
+    if kind == "gated_norm":
+        from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+        return lambda: rms_norm_gated(x_TC.view(-1, group), gate_TC.view(-1, group), weight_C, None), wanted
+    from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+
+    return lambda: rmsnorm_fn(x_TC, weight_C, None, z=gate_TC, group_size=group, norm_before_gate=False), wanted
+
+
+SWEEPS: Final = {"short_conv": (4, 6), "gated_norm": (6, 10), "grouped_norm": (6, 10)}
+"""Bytes that each reads and writes for an element, forward and backward."""
+WIDTHS: Final = {"short_conv": (8192, 10240, 1024), "gated_norm": (4096, 512), "grouped_norm": (8192, 1024)}
+ELEMENTS: Final = (2**26, 2**23, 2**29, 2**20)
+
+
+def measure_sweep(bench: Bench, kind: str, width: int, elements: int) -> None:
+    """Both passes of a memory-bound kernel."""
+    rows = max(4, elements // width)
+    for i, name in enumerate((kind, f"{kind}_bwd")):
+        nbytes = SWEEPS[kind][i] * rows * width
+
+        def make(backward: bool) -> Op:
+            forward, wanted = sweep_calls(kind, rows, width, bench.device)
+            if not backward:
+                return forward
+            return gradients(lambda: (forward(),), wanted)
+
+        samples = partial(
+            lambda make, nbytes: bench.samples(rotated(make, nbytes, bench)), partial(make, i > 0), nbytes
+        )
+        bench.point("layer_op", samples, kind=name, variant="library", width=width, nbytes=nbytes)
+
+
+def check(bench: Bench, scan: Scan) -> None:
+    """Relative errors of a kernel, outputs and gradients, against the recurrence in fp32; 0 on a CPU."""
+    torch.manual_seed(0)
+    x = inputs(scan, bench.device)
+    with torch.no_grad():
+        for name in "qk":  # as an activation and a norm leave them
+            x[name].mul_(0.3)
+    documents = documents_of(scan, bench.device)
+    outs = [by_chunk(scan, x, documents) if bench.cuda else by_token(scan, x), by_token(scan, x)]
+    given = torch.randn_like(outs[1][0])
+    grads = [torch.autograd.grad(out, list(x.values()), given.to(out.dtype), retain_graph=True) for (out,) in outs]
+    pairs = [(outs[0][0], outs[1][0]), *zip(*grads, strict=True)]
+    errors = [float(((a.double() - b.double()).norm() / b.double().norm()).detach()) for a, b in pairs]
+    bench.writer.add("check", relative_errors=errors, names=["out", *x], **scan.parameters())
+
+
+def families() -> list[Iterator[Callable[[Bench], None]]]:
+    """What to measure of every family."""
+    sweeps = (
+        partial(measure_sweep, kind=kind, width=width, elements=elements)
+        for elements in ELEMENTS
+        for kind, widths in WIDTHS.items()
+        for width in widths
+    )
+    scans = [(partial(measure_scan, scan=s) for s in shapes(f) if s.kept_bytes() < MAX_BYTES) for f in FAMILIES]
+    return [scans[0], scans[1], sweeps, *scans[2:]]
+
+
+def run(bench: Bench, deadline: float) -> None:
+    """Measures the families in turns until the deadline."""
+    for scan in CHECKED:
+        try:
+            check(bench, scan)
+        except Exception as error:  # a failing case never stops the others
+            message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            bench.errors[message] = bench.errors.get(message, 0) + 1
+            bench.writer.add("error", failed="check", message=message, kernel=scan.kernel)
+    sources = families()
+    while sources:
+        for source in list(sources):
+            if time.monotonic() > deadline:
+                return
+            task = next(source, None)
+            if task is None:
+                sources.remove(source)
+            else:
+                task(bench)
+
+
+def compile_all(num: int) -> None:
+    """Lets Triton compile all configurations of one family of `families()`: called in a process of its own."""
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    triton.testing.do_bench = lambda call, **_: [call() or 1.0] * 3  # compiled is enough
+    plain_run = Autotuner.run
+
+    def compiled_ahead(self: Any, *args: Any, **kwargs: Any) -> object:
+        given = {name: value for name, value in kwargs.items() if name != "warmup"}
+        if not getattr(self, "compiled_ahead", False):
+            self.compiled_ahead = True
+            with suppress(Exception), triton.AsyncCompileMode(ThreadPoolExecutor(4)):
+                self.warmup(*args, **given)
+        return plain_run(self, *args, **kwargs)
+
+    Autotuner.run = compiled_ahead
+    device = torch.device("cuda", 0)
+    sweeps = [(kind, width) for kind, widths in WIDTHS.items() for width in widths]
+    if num >= len(FAMILIES):
+        kind, width = sweeps[num - len(FAMILIES)]
+        forward, wanted = sweep_calls(kind, 256, width, device)
+        gradients(lambda: (forward(),), wanted)()
+    else:
+        scans = [FAMILIES[num], replace(FAMILIES[num], states=True)]
+        for scan in [*scans, replace(FAMILIES[num], lens=(128, 128))]:
+            _, backward = both_passes(scan, device)
+            backward()()
+    torch.cuda.synchronize()
+
+
+def warm_up(seconds: float) -> str:
+    """Compiles in many processes until done or so long; says how far it came."""
+    num = len(FAMILIES) + sum(map(len, WIDTHS.values()))
+    pool = ProcessPoolExecutor(min(num, max(1, (os.cpu_count() or 2) - 1)), get_context("spawn"))
+    tasks = [pool.submit(compile_all, i) for i in range(num)]
+    done, late = wait(tasks, seconds)
+    errors = [f"{tasks.index(task)}: {error}"[:200] for task in done if (error := task.exception()) is not None]
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.terminate()
+    return f"compiled {len(done) - len(errors)} of {num}, {len(late)} not in time; {'; '.join(errors)}"
+
+
+def installed() -> dict[str, str]:
+    """Versions of the kernels."""
+    found = {}
+    for name in ("fla-core", "mamba-ssm", "triton"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def try_out(bench: Bench) -> None:
+    """A few tiny sizes."""
+    for family in (QWEN3_NEXT, NEMOTRON_H, KIMI):
+        small = replace(family, key_heads=1, value_heads=2, key_dim=8, value_dim=8, lens=(5, 11))
+        check(bench, small)
+        measure_scan(bench, small)
+    for kind in SWEEPS:
+        measure_sweep(bench, kind, 128, 2048)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cpu", action="store_true", help="a few tiny sizes, to try the script")
+    parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
+    args = parser.parse_args()
+    started = time.monotonic()
+    torch.manual_seed(1)
+    cuda = torch.cuda.is_available() and not args.cpu
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    command = f"python -m cpsim.real.measure.linear --seconds {args.seconds:g}"
+    if cuda:
+        print(warm_up(WARM_UP_SHARE * args.seconds), f"{time.monotonic() - started:.0f} s")
+        import triton
+
+        patient = triton.testing.do_bench
+        triton.testing.do_bench = lambda call, **given: patient(
+            call, **{**given, "warmup": TUNING_MS[0], "rep": TUNING_MS[1]}
+        )
+    header = provenance(device, 1, installed(), command, args.commit)
+    print(json.dumps(header))
+    with args.out.open("w", encoding="utf-8") as file:
+        bench = Bench(Writer(file, header), device)
+        if cuda:
+            run(bench, started + args.seconds)
+        else:
+            try_out(bench)
+        bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
+    for message, count in bench.errors.items():
+        print(f"error x{count}: {message}")
+
+
+if __name__ == "__main__":
+    main()

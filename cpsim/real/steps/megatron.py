@@ -10,6 +10,7 @@ Reference: NVIDIA/Megatron-LM, megatron/training/training.py; Megatron-Core 0.16
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
@@ -59,6 +60,7 @@ class MegatronStep:
             use_distributed_optimizer=is_parted,
         )
         self.model = DistributedDataParallel(config, how, self.inner)
+        weakref.finalize(self, self.model.grad_accs.clear)  # their hooks hold the model, where no collector sees it
         config.no_sync_func, config.finalize_model_grads_func = self.model.no_sync, finalize_model_grads
         optimizer = OptimizerConfig(
             optimizer="adam",

@@ -27,6 +27,7 @@ Sharding = Literal["none", "zero1", "zero2", "fsdp"]
 PipelineSchedule = Literal["1f1b", "same_phase"]
 Gradients = Literal["none", "exposed", "overlapped"]
 Dispatcher = Literal["alltoall", "flex"]
+CudaGraphs = Literal["none", "attention", "layers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,8 @@ class Parallel:
     dispatcher: Dispatcher = "alltoall"
     """How tokens reach their experts: once for each of them (`alltoall`), or once for each rank that has some of them
     (`flex`: DeepEP, HybridEP)."""
+    cuda_graphs: CudaGraphs = "none"
+    """What hosts launch as CUDA graphs: nothing, attention and routers (`attention`), or whole layers (`layers`)."""
 
     @property
     def num_gpus(self) -> int:

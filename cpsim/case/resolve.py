@@ -123,6 +123,7 @@ def parallel_of(
         tp_overlap=bool(given.tp_overlap),
         ep_overlap=bool(given.ep_overlap),
         dispatcher=given.dispatcher or "alltoall",
+        cuda_graphs=given.cuda_graphs or "none",
     )
 
 

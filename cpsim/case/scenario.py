@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cpsim.case.files import explain
 from cpsim.case.model import MODELS
-from cpsim.case.parallel import Dispatcher, Fp8, Gradients, PipelineSchedule, Precision, Recompute, Sharding
+from cpsim.case.parallel import CudaGraphs, Dispatcher, Fp8, Gradients, PipelineSchedule, Precision, Recompute, Sharding
 from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
 
@@ -80,6 +80,8 @@ class ParallelSection(BaseModel):
     """Whether experts exchange tokens beside layers of another microbatch; None is no."""
     dispatcher: Dispatcher | None = None
     """How tokens reach their experts; None is by an all-to-all."""
+    cuda_graphs: CudaGraphs | None = None
+    """What hosts launch as CUDA graphs; None is nothing."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields that say nothing: these words are the seed of a prediction's draws."""

@@ -32,6 +32,8 @@ PREDICTED: Final = {
     "h100x4-1128m": ("predicted-4-h100",),
     "h200x4-1128n": ("predicted-1-h200", "predicted-2-h200", "predicted-4-h200"),
     "h200x1-1128p": ("predicted-1-h200",),
+    "h200x2-1128q": ("predicted-megatron-h200",),
+    "h200x2-1128r": ("predicted-megatron-h200",),
 }
 """By machine, predictions that were committed before its cases ran."""
 

@@ -254,8 +254,17 @@ def _parallel(s: Settings) -> dict[str, Any]:
         "tp_overlap": s.flag("tp_comm_overlap") or None,
         "ep_overlap": s.flag("overlap_moe_expert_parallel_comm") or None,
         "dispatcher": "flex" if s.get("moe_token_dispatcher_type") == "flex" else None,
+        "cuda_graphs": _graphs(s),
         "gradients": "exposed" if s.values.get("overlap_grad_reduce") in (False, "false", "False") else None,
     }
+
+
+def _graphs(s: Settings) -> str | None:
+    """What is launched as CUDA graphs: Transformer Engine's may be parts of a layer."""
+    scope = re.findall(r"\w+", str(s.get("cuda_graph_scope") or "full"))
+    if s.get("cuda_graph_impl") in ("local", "transformer_engine") or s.flag("enable_cuda_graph"):
+        return "layers" if {"full", "full_iteration"} & {*scope} else "attention" if "attn" in scope else None
+    return None
 
 
 def _layers(s: Settings) -> dict[str, Any]:
@@ -475,9 +484,17 @@ def write(scenario: Scenario, parallel: Parallel) -> str:
     lines[-1] += ["--tp-comm-overlap"] if parallel.tp_overlap else []
     lines[-1] += ["--overlap-moe-expert-parallel-comm"] if parallel.ep_overlap else []
     lines[-1] += ["--moe-token-dispatcher-type flex"] if parallel.dispatcher == "flex" else []
+    lines[-1] += GRAPHS[parallel.cuda_graphs]
     lines[-1] += [f"--cpu-offloading --cpu-offloading-num-layers {layers - 1}"] if scenario.offload else []
     lines.append(["--bf16", *_eight(scenario), f"--attention-backend {_backend(scenario.kernel)}"])
     return " \\\n".join(row for line in lines for row in _rows(line)) + "\n"
+
+
+GRAPHS: Final = {
+    "none": [],
+    "attention": ["--cuda-graph-impl transformer_engine", "--cuda-graph-scope attn moe_router moe_preprocess"],
+    "layers": ["--cuda-graph-impl local"],
+}
 
 
 def _rows(words: Sequence[str]) -> list[str]:

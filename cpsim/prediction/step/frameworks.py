@@ -111,6 +111,8 @@ class Held:
     """Of the optimizer's step, as ``cpsim.models.elementwise`` prices it."""
     clipped: bool = False
     """Whether gradients are read once more for their norm, and scaled."""
+    cleared: int = 0
+    """Written before a step to clear buffers of gradients, of all that a GPU computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,8 @@ class Framework:
     pipelines: bool = False
     offloads: bool = False
     """Whether activations may wait in the host's memory; see ``cpsim.prediction.step.offload``."""
+    graphs: bool = False
+    """Whether its layers may be launched as CUDA graphs."""
     engine: bool = False
     """Whether linear layers are Transformer Engine's."""
     lora: Lora | None = None
@@ -253,6 +257,9 @@ class Framework:
             raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
         if parallel.tp_overlap and self.compiles is not None and not compiled:
             raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
+        if parallel.cuda_graphs != "none" and not self.graphs:
+            known = ", ".join(one.name for one in FRAMEWORKS.values() if one.graphs)
+            raise InfeasibleError(f"cuda_graphs: expected framework {known}, got {self.name}; leave it out")
         asked = {"ep_overlap": parallel.ep_overlap, "dispatcher": parallel.dispatcher != "alltoall"}
         for name in (name for name, is_asked in asked.items() if is_asked and not (self.experts and parallel.ep > 1)):
             raise InfeasibleError(
@@ -495,12 +502,13 @@ def megatron_first(s: Sizes, _compiled: bool) -> LayerCode:
     back = Node(
         ElementwisePass("embedding_bwd", OP_BYTES["embedding_bwd"] * hidden + zeros), ("dy all",) if many else ("dy",)
     )
+    sums = Node(ElementwisePass("copy", zeros + 2 * FP32 * s.words * s.model.hidden), ("dy",))  # into a buffer in fp32
     return LayerCode(
         forward=(
             node("embedding", hidden, "weights", **({"y_all": s.whole} if many else {"y": s.shard})),
             *(scattered(s, "y all", "y") if many else ()),
         ),
-        backward=(*(gathered(s, "dy", "dy all") if many else ()), back),
+        backward=(*(gathered(s, "dy", "dy all") if many else ()), back, sums),
         kept=frozenset(),
     )
 
@@ -544,6 +552,13 @@ CONTEXT_PARALLEL: Final = {
     "allgather": Support(masks=("causal",), chunks=2, knobs={"layout": ("zigzag",)}),
 }
 """Strategies of PyTorch's ``context_parallel`` by its rotation, with load balancing."""
+_NCCL: Final = {"comm": "all_gather_tensor", "gather": "async_all_gather", "scatter": "sync_reduce_scatter"}
+LAUNCHES: Final = {False: {"compute": "eager", **_NCCL}, True: {"compute": "copy", **_NCCL}}
+"""Host measurements of launches: PyTorch's dispatcher, in the backward pass on autograd's thread; a Triton kernel from
+Python."""
+ADAM_AND_COPY: Final = 7 * FP32 + FP32 + BF16
+"""Bytes per parameter of an fp32 AdamW, which reads four tensors and writes three, and of the copy to bf16 weights
+(megatron/core/optimizer/optimizer.py)."""
 MEGATRON: Final = Framework(
     name="megatron",
     source="Megatron-Core 0.12 with Transformer Engine 2.4",
@@ -552,7 +567,9 @@ MEGATRON: Final = Framework(
     layer=megatron_layer,
     first=megatron_first,
     last=megatron_last,
-    held=lambda _sharding: Held(weight=BF16, gradient=FP32, states=3 * FP32, clipped=True),
+    held=lambda _sharding: Held(
+        weight=BF16, gradient=FP32, states=3 * FP32, optimizer=ADAM_AND_COPY, clipped=True, cleared=FP32
+    ),
     kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     overlap=userbuffers,
@@ -564,6 +581,9 @@ MEGATRON: Final = Framework(
     offloads=True,
     engine=True,
     experts=True,
+    graphs=True,
+    launches={False: LAUNCHES[False]},
+    host="megatron",
 )
 
 
@@ -840,12 +860,6 @@ def torch_held(sharding: Sharding) -> Held:
     each, kernel = (FP32, "adamw_fp32") if sharding == "fsdp" else (BF16, "adamw_bf16")
     held = Held(weight=each, gradient=0, states=2 * each, made_gradient=each, optimizer=7 * each)
     return replace(held, optimizer_kernel=kernel)
-
-
-_NCCL: Final = {"comm": "all_gather_tensor", "gather": "async_all_gather", "scatter": "sync_reduce_scatter"}
-LAUNCHES: Final = {False: {"compute": "eager", **_NCCL}, True: {"compute": "copy", **_NCCL}}
-"""Host measurements of launches: PyTorch's dispatcher, in the backward pass on autograd's thread; a Triton kernel from
-Python."""
 
 
 def per_op(s: Sizes, compiled: bool) -> frozenset[str]:

@@ -1,39 +1,58 @@
 """What hosts take for a layer of a training step, measured as a whole.
 
 Between the kernels of a layer PyTorch runs hooks of FSDP, dispatches DTensors, checks the guards of compiled code and
-walks autograd's graph, so that a layer takes its host several times what its launches alone would. It was measured by
-framework, by how a step is cut and by what it computes again (`cpsim.real.measure.step_host`).
+walks autograd's graph, and Transformer Engine and Megatron-Core run their own Python around every product, so that a
+layer takes its host several times what its launches alone would. It was measured by framework, by how a step is cut, by
+what it computes again and by the experts of a rank (`cpsim.real.measure.step_host`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
 
-from cpsim.case.parallel import Parallel, Recompute
+from cpsim.case.parallel import Parallel
 from cpsim.models.host import HostParams
 from cpsim.prediction.step.attention import PASSES
 
+EXPERTS: Final = (4, 16)
+"""Of a rank, that were measured; others lie on a line."""
+MEASURED_WITH: Final = {"cp": ("fsdp", "ddp")}
+"""What a cut was measured with, and not alone."""
 
-def layer_seconds(host: HostParams, code: str, parallel: Parallel) -> tuple[float, float] | None:
+
+def layer_seconds(host: HostParams, code: str, parallel: Parallel, experts: int = 0) -> tuple[float, float] | None:
     """Seconds in which a host launches a layer forward and backward.
 
-    Ways to cut a step that were not measured together add what each adds alone.
+    Ways to cut a step that were not measured together add what each adds alone. Where attention is a CUDA graph, what
+    experts add to a dense layer is left.
 
     Args:
         host: launches of a machine.
         code: framework and how layers run, as in ``torch compiled``.
         parallel: how the step is cut.
+        experts: of a rank and layer; 0: the layer is dense.
 
     Returns:
         None where nothing like it was measured.
     """
-    forward, backward = (_seconds(host, code, tuple(_cuts(parallel)), parallel.recompute, name) for name in PASSES)
-    return (forward, backward) if forward and backward else None
+    layer = _Layer(host, code, tuple(_cuts(parallel)), parallel.recompute)
+    forward, backward = (layer.seconds(name) for name in PASSES)
+    if not (forward and backward):
+        return None
+    if experts:
+        more = [layer.of_experts(name, experts) for name in PASSES]
+        if parallel.cuda_graphs == "attention":
+            return more[0], more[1]
+        return forward + more[0], backward + more[1]
+    return forward, backward
 
 
 def update_seconds(host: HostParams, code: str, parallel: Parallel) -> float:
     """Seconds in which a host launches the optimizer's update of a layer; 0 where that was not measured."""
-    return _seconds(host, code, tuple(_cuts(parallel)), parallel.recompute, "update") or 0.0
+    layer = _Layer(host, code, tuple(_cuts(parallel)), parallel.recompute)
+    return layer.seconds("update") or layer.measured((), "none", "update") or 0.0
 
 
 def _cuts(parallel: Parallel) -> Iterator[str]:
@@ -48,18 +67,45 @@ def _cuts(parallel: Parallel) -> Iterator[str]:
         yield "cp"
 
 
-def _seconds(host: HostParams, code: str, cuts: tuple[str, ...], recompute: Recompute, name: str) -> float | None:
-    def measured(cuts: tuple[str, ...], recompute: str) -> float | None:
-        return host.measured([" ".join(("layer", code, *cuts, recompute, name))])
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    host: HostParams
+    code: str
+    cuts: tuple[str, ...]
+    recompute: str
 
-    found, alone, usual = measured(cuts, recompute), measured((), recompute), measured((), "none")
-    if found or alone is None or usual is None:
-        return found
-    beside = {"cp": ("fsdp",)}  # what a cut was measured with
-    for cut in cuts:
-        base = beside.get(cut, ())
-        more, less = measured((*base, cut), "none"), measured(base, "none")
-        if more is None or less is None:
-            return None
-        alone += max(0.0, more - less)
-    return alone
+    def measured(self, cuts: tuple[str, ...], recompute: str, name: str, experts: str = "") -> float | None:
+        code = f"{self.code.split()[0]} eager {experts}" if experts else self.code
+        return self.host.measured([" ".join(("layer", code, *cuts, recompute, name))])
+
+    def seconds(self, name: str) -> float | None:
+        """Of a dense layer, one pass or the update; None where nothing like it was measured."""
+        found = self.measured(self.cuts, self.recompute, name)
+        usual = self.measured((), "none", name)
+        if found or usual is None:
+            return found
+        alone = self.measured((), self.recompute, name)
+        if alone is None:  # what runs again takes no longer than the forward pass; parts of it are not told apart
+            alone = usual + (self.recompute == "full" and name == "bwd") * (self.measured((), "none", "fwd") or 0.0)
+        for cut in self.cuts:
+            base = self.beside(cut, name)
+            more, less = self.measured((*base, cut), "none", name), self.measured(base, "none", name)
+            if more is None or less is None:
+                return None
+            alone += max(0.0, more - less)
+        return alone
+
+    def beside(self, cut: str, name: str) -> tuple[str, ...]:
+        """With what a cut was measured: a cut that the step has, too, where there is such."""
+        found = [(one,) for one in MEASURED_WITH.get(cut, ()) if self.measured((one, cut), "none", name)]
+        return min(found, key=lambda base: base[0] not in self.cuts, default=())
+
+    def of_experts(self, name: str, experts: int) -> float:
+        """What so many experts of a rank add to a dense layer, exchanges of their tokens included."""
+        few, many = EXPERTS
+        cuts = ("ddp", "ep")
+        at = [self.measured(cuts, "none", name, f"{count} experts") for count in EXPERTS]
+        dense = _Layer(self.host, f"{self.code.split()[0]} eager", ("ddp",), "none").seconds(name)
+        if at[0] is None or at[1] is None or dense is None:
+            return 0.0
+        return max(0.0, at[0] + (experts - few) / (many - few) * (at[1] - at[0]) - dense)

@@ -509,11 +509,14 @@ class StepModel:
         """Seconds of one launch of the host, forward and backward, by stream: so long that those of a layer take what
         a layer was measured to take."""
         host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
+        if self.parallel.cuda_graphs == "layers":
+            return {}
         alone = {
             stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
             for stream, name in names.items()
         }
-        whole = layer_seconds(host, self._host_code, self.parallel) if alone else None
+        experts = -(-self.model.experts // self.parallel.ep)
+        whole = layer_seconds(host, self._host_code, self.parallel, experts) if alone else None
         if whole is None:
             return alone
         scale = np.array(whole) / (launches_seconds(make(2), alone) - launches_seconds(make(1), alone))
@@ -522,7 +525,7 @@ class StepModel:
     @property
     def _host_code(self) -> str:
         """Whose layers hosts were timed with."""
-        return f"{self.framework.host} {'compiled' if self.compiled else 'eager'}"
+        return f"{self.framework.host} {'compiled' if self.compiled else 'fp8' if self.recipe else 'eager'}"
 
     def _prices(self, attention: tuple[Parts, Parts], make: Callable[[int], Program]) -> Prices:
         group = self.parallel.group(self.cluster, self.parallel.shards)
@@ -573,7 +576,7 @@ class StepModel:
 
     def _host_seconds(self, tokens: int) -> float:
         """In which a host launches a step; 0 where it is never late."""
-        if not self.framework.launches:
+        if not self.framework.launches or self.parallel.cuda_graphs == "layers":
             return 0.0
         make, layers = self._programs(tokens, 0), self.layers[0]
         launch_s = self._launches(make)
@@ -612,8 +615,12 @@ class StepModel:
             mine = self._shared(stage) if parted else sum(parameters for _, parameters, _ in groups)
             if self.recipe:
                 parts.append(self.costs.seconds(self._casts_of_step()))
-            norm = [ElementwisePass("norm", OP_BYTES["norm"] * mine)] if held.clipped else []
-            parts.append(self.costs.seconds([*norm, ElementwisePass(held.optimizer_kernel, held.optimizer * mine)]))
+            passes = [ElementwisePass(held.optimizer_kernel, held.optimizer * mine)]
+            if held.clipped:
+                passes += [ElementwisePass("norm", OP_BYTES["norm"] * mine), ElementwisePass("copy", 2 * FP32 * mine)]
+            if held.cleared:
+                passes.append(ElementwisePass("copy", held.cleared * sum(parameters for _, parameters, _ in groups)))
+            parts.append(self.costs.seconds(passes))
             if parted and cut.sharding != "fsdp":
                 for group, parameters, _ in groups:
                     where, seconds = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)

@@ -136,6 +136,7 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
             **({"layout": _layout(line)} if line["model"] in LATENT else {}),
             **({"ep_overlap": True} if _overlaps(line) else {}),
             **({"dispatcher": "flex"} if _once(line) else {}),
+            "cuda_graphs": _graphs(line),
         },
     }
 
@@ -240,6 +241,21 @@ def _once(line: Line) -> bool:
     """Whether tokens are sent once to each rank."""
     first, last = ONCE.get((line["model"], line["system"]), ("99", ""))
     return _fused(line) or first <= line["release"] <= last
+
+
+def _graphs(line: Line) -> str:
+    """What is launched as CUDA graphs: `cuda_graph_impl` and `cuda_graph_scope` of the configurations of its release
+    (scripts/performance/configs, v0.2.0 to v0.6.0). Where graphs hold routers alone, hosts launch what takes them long.
+    """
+    model, system, release = line["model"], line["system"], line["release"]
+    eager = (
+        system in ("DGX-H100", "DGX-B200"),
+        model in ("Kimi_K2", "Qwen3_30B_a3B"),
+        (model, system) == ("Qwen3_235B_a22B", "DGX-B300"),
+        (model, system, line["precision"]) == ("GPT OSS 120B", "DGX-GB200", "BF16"),
+        (model, system, release) == ("Qwen3_235B_a22B", "DGX-GB300", "25.11"),
+    )
+    return "layers" if _fused(line) else "none" if any(eager) else "attention"
 
 
 def _fused(line: Line) -> bool:

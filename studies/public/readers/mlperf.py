@@ -88,6 +88,12 @@ def in_fp8(line: Line) -> bool:
     return number(line["cp"]) == 1 if line["round"] == "v4.1" else True
 
 
+def in_graphs(line: Line, lora: bool) -> bool:
+    """Whether layers are CUDA graphs (LAYER_CUDA_GRAPH, MCORE_CUDA_GRAPH, FULL_CUDA_GRAPH of the configurations):
+    adapters on several nodes from 4.1 on, and all in 5.1."""
+    return line["round"] >= "v5.1" or (lora and line["round"] >= "v4.1" and number(line["nodes"]) > 1)
+
+
 def strategy_of(line: Line, lora: bool) -> str:
     """What context parallelism is."""
     if number(line["cp"]) == 1:
@@ -136,6 +142,7 @@ def _fields(line: Line, row: Row, model: str, lora: bool, cluster: str) -> dict[
             "microbatches": sequences // (row.gpus // (tp * pp * row.cp)) // batch,
             "recompute": "none",
             **({"tp_overlap": True} if tp > 1 and row.precision != "nvfp4" else {}),
+            **({"cuda_graphs": "layers"} if in_graphs(line, lora) else {}),
             **({"embedding_as_layer": True, "loss_as_layer": True} if large and pp > 1 else {}),
         },
     }

@@ -475,7 +475,7 @@ class StepModel:
 
         Where nothing runs beside layers that takes as long as their attention lets it, attention only adds.
         """
-        layers, plain = self.layers[chunk], not (self.sharded or self.framework.launches or self.offload)
+        layers, plain = self.layers[chunk], not (self.sharded or self._hosts_count or self.offload)
         key = tokens, self._ends(chunk), None if plain else str(attended.parts)
 
         def seconds(count: int) -> Floats:
@@ -487,10 +487,32 @@ class StepModel:
 
         found = of_layers(seconds, layers)
         if not plain:
-            return found
+            return self._caught_up(found, tokens, chunk)
         forward, backward = stacked(attended.parts)
         again = forward * self._layer(tokens)[0]
         return np.asarray(found + layers * np.stack([forward, backward + again]))
+
+    def _caught_up(self, found: Floats, tokens: int, chunk: int) -> Floats:
+        """Seconds of both passes of a virtual stage, where a host that is late in one pass catches up in the other.
+
+        With several microbatches it launches the next pass while a GPU still has work of the last one, so that both
+        passes together take what they take the GPU or the host. Not in a pipeline that is not interleaved: hosts wait
+        there for what stages send (megatron/core/pipeline_parallel/p2p_communication.py, ``batch_p2p_sync``).
+        """
+        late = float(found[:, PARTS.index("host")].sum())
+        runs_on = self.parallel.microbatches > 1 and (self.parallel.pp == 1 or self.parallel.virtual_pp > 1)
+        if not (runs_on and late):
+            return found
+        whole, make = float(found.sum()), self._programs(tokens, chunk)
+        least = max(whole - late, self._launched_seconds(make, self.layers[chunk]))
+        found[:, PARTS.index("host")] *= 1 - max(0.0, whole - least) / late
+        return found
+
+    def _launched_seconds(self, make: Callable[[int], Program], layers: int) -> float:
+        """In which a host launches both passes of so many layers and what is around them."""
+        launch_s = self._launches(make)
+        few, more = (float(launches_seconds(make(count), launch_s).sum()) for count in (1, 2))
+        return few + (layers - 1) * (more - few)
 
     def _layer(self, tokens: int) -> tuple[bool, float]:
         """Whether attention of a layer runs again before the backward pass, and bytes that a rank sends to others of
@@ -508,9 +530,9 @@ class StepModel:
     def _launches(self, make: Callable[[int], Program]) -> dict[str, tuple[float, ...]]:
         """Seconds of one launch of the host, forward and backward, by stream: so long that those of a layer take what
         a layer was measured to take."""
-        host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
-        if self.parallel.cuda_graphs == "layers":
+        if not self._hosts_count:
             return {}
+        host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
         alone = {
             stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
             for stream, name in names.items()
@@ -521,6 +543,13 @@ class StepModel:
             return alone
         scale = np.array(whole) / (launches_seconds(make(2), alone) - launches_seconds(make(1), alone))
         return {stream: tuple(scale * seconds) for stream, seconds in alone.items()}
+
+    @property
+    def _hosts_count(self) -> bool:
+        """Whether hosts may be late: of layers in CUDA graphs they are not, and of those of Transformer Engine with
+        frozen weights nobody has measured them."""
+        graphs, unknown = self.parallel.cuda_graphs == "layers", self.framework.lora and self.framework.engine
+        return bool(self.framework.launches) and not (graphs or unknown)
 
     @property
     def _host_code(self) -> str:
@@ -576,13 +605,12 @@ class StepModel:
 
     def _host_seconds(self, tokens: int) -> float:
         """In which a host launches a step; 0 where it is never late."""
-        if not self.framework.launches or self.parallel.cuda_graphs == "layers":
+        if not self._hosts_count:
             return 0.0
-        make, layers = self._programs(tokens, 0), self.layers[0]
-        launch_s = self._launches(make)
-        few, more = (float(launches_seconds(make(count), launch_s).sum()) for count in (1, 2))
+        layers = self.layers[0]
         update = update_seconds(self.costs.profile.host, self._host_code, self.parallel) * self.parallel.optimizer
-        return self.parallel.microbatches * (few + (layers - 1) * (more - few)) + layers * update
+        launched = self._launched_seconds(self._programs(tokens, 0), layers)
+        return self.parallel.microbatches * launched + layers * update
 
     def _ahead(self, end: float, pipeline: Pipeline, update: Floats) -> Floats:
         """What of the update other stages hide, so that parts of the path sum to the time."""

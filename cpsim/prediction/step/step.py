@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -478,35 +479,39 @@ class StepModel:
         layers, plain = self.layers[chunk], not (self.sharded or self._hosts_count or self.offload)
         key = tokens, self._ends(chunk), None if plain else str(attended.parts)
 
-        def seconds(count: int) -> Floats:
-            if (*key, count) not in self._known:
+        def seconds(count: int, prompt: bool = False) -> Floats:
+            if (*key, count, prompt) not in self._known:
                 make = self._programs(tokens, chunk)
                 prices = self._prices(({}, {}) if plain else attended.parts, make)
-                self._known[*key, count] = scheduled(make(count), prices).seconds()
-            return self._known[*key, count]
+                prices = replace(prices, launch_s={}) if prompt else prices
+                self._known[*key, count, prompt] = scheduled(make(count), prices).seconds()
+            return self._known[*key, count, prompt]
 
         found = of_layers(seconds, layers)
+        late = float(found[:, PARTS.index("host")].sum())
+        if late and self._hosts_run_on:
+            least = max(
+                float(of_layers(partial(seconds, prompt=True), layers).sum()),
+                self._launched_seconds(self._programs(tokens, chunk), layers),
+            )
+            on_time = np.ones(len(PARTS))
+            on_time[PARTS.index("host")] -= max(0.0, float(found.sum()) - least) / late
+            found = found * on_time
         if not plain:
-            return self._caught_up(found, tokens, chunk)
+            return found
         forward, backward = stacked(attended.parts)
         again = forward * self._layer(tokens)[0]
         return np.asarray(found + layers * np.stack([forward, backward + again]))
 
-    def _caught_up(self, found: Floats, tokens: int, chunk: int) -> Floats:
-        """Seconds of both passes of a virtual stage, where a host that is late in one pass catches up in the other.
+    @property
+    def _hosts_run_on(self) -> bool:
+        """Whether a host that is late in one pass catches up in the other.
 
         With several microbatches it launches the next pass while a GPU still has work of the last one, so that both
         passes together take what they take the GPU or the host. Not in a pipeline that is not interleaved: hosts wait
         there for what stages send (megatron/core/pipeline_parallel/p2p_communication.py, ``batch_p2p_sync``).
         """
-        late = float(found[:, PARTS.index("host")].sum())
-        runs_on = self.parallel.microbatches > 1 and (self.parallel.pp == 1 or self.parallel.virtual_pp > 1)
-        if not (runs_on and late):
-            return found
-        whole, make = float(found.sum()), self._programs(tokens, chunk)
-        least = max(whole - late, self._launched_seconds(make, self.layers[chunk]))
-        found[:, PARTS.index("host")] *= 1 - max(0.0, whole - least) / late
-        return found
+        return self.parallel.microbatches > 1 and (self.parallel.pp == 1 or self.parallel.virtual_pp > 1)
 
     def _launched_seconds(self, make: Callable[[int], Program], layers: int) -> float:
         """In which a host launches both passes of so many layers and what is around them."""

@@ -155,8 +155,14 @@ def _dcp_ranges(batches: int | None, out: Path | None, as_json: bool, jobs: int 
 def distca(
     lengths: Annotated[Path | None, typer.Option(help="File that lists DistCA's document lengths (JSON).")] = None,
     scale: Annotated[
-        bool, typer.Option("--scale", help="Interim runs with pipelines, and speed-ups on 64 to 512 GPUs.")
+        bool,
+        typer.Option(
+            "--scale", help="Runs with pipelines, what assumptions are worth, and speed-ups on 64 to 512 GPUs."
+        ),
     ] = False,
+    pretrain: Annotated[
+        Path | None, typer.Option(help="With --scale, the same of Pretrain; --lengths is ProLong's.")
+    ] = None,
     out: Out = None,
     html: Html = None,
     as_json: Json = False,
@@ -165,23 +171,30 @@ def distca(
     """DistCA's 34B runs on 256 H200 beside WLB and per-sequence context parallelism, with ablations."""
     check_writable(out, html)
     if scale:
-        refuse("studies: --scale draws its own documents", {"--lengths": lengths})
-        _distca_scale(out, html, as_json, jobs)
+        _distca_scale({"prolong": lengths, "pretrain": pretrain}, out, html, as_json, jobs)
     else:
+        refuse("studies: only --scale has runs of Pretrain", {"--pretrain": pretrain})
         _distca_runs(lengths, out, html, as_json, jobs)
 
 
-def _distca_scale(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
-    from studies.distca.scale import reproduce, speed_ups
+def _distca_scale(
+    files: dict[str, Path | None], out: Path | None, html: Path | None, as_json: bool, jobs: int | None
+) -> None:
+    from studies.distca.reproduce import read_lengths
+    from studies.distca.scale import reproduce, reproduce_known, speed_ups
     from studies.distca.scale_report import scale_html, scale_record, scale_view
 
+    lists = {name: read_lengths(path) for name, path in files.items() if path}
+    listed = len(lists) == len(files)
     with progress_bar("Predicting interim runs") as progress:
-        runs = reproduce(jobs=jobs, progress=progress)
+        runs = reproduce(lists=lists, jobs=jobs, progress=progress)
+    with progress_bar("Predicting runs on 512 GPUs") as progress:
+        known = reproduce_known(lists=lists, jobs=jobs, progress=progress)
     with progress_bar("Predicting speed-ups") as progress:
         ratios = speed_ups(jobs=jobs, progress=progress)
-    _write_page(html, lambda: scale_html(runs, ratios))
-    record = json.dumps(scale_record(runs, ratios), indent=1) + "\n"
-    _hand_out(record, lambda: scale_view(runs, ratios), out, as_json)
+    _write_page(html, lambda: scale_html(runs, ratios, listed))
+    record = json.dumps(scale_record(runs, known, ratios, listed), indent=1) + "\n"
+    _hand_out(record, lambda: scale_view(runs, known, ratios, listed), out, as_json)
 
 
 def _distca_runs(lengths: Path | None, out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:

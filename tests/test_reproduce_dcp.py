@@ -153,6 +153,11 @@ def test_a_case_that_cannot_be_predicted_says_which(monkeypatch):
         reproduce([row], count=1, jobs=1)
 
 
+def test_a_solver_that_is_not_there_is_asked_for_before_anything_is_predicted():
+    with pytest.raises(CpsimError, match="no_such_solver, which is not installed; pip install no_such_solver"):
+        reproduce(assumed=Assumed(solver="no_such_solver"))
+
+
 @pytest.mark.slow
 def test_speed_ups_are_ranges_over_assumptions():
     """With one batch of one setting; other seeds change DCP's plan alone, other lengths all."""

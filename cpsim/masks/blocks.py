@@ -45,10 +45,20 @@ class Visits:
 def visits(slices: Slices, num_q: int, num_k: int) -> Visits:
     """The blocks of ``BLOCK x BLOCK`` tokens that a mask of disjoint slices touches."""
     table = table_of(slices)
-    kinds = block_kinds(table, num_q, num_k, BLOCK)
-    by_kind = np.stack([kinds == PARTIAL, kinds == FULL])
-    rule = rule_of(table, num_q)
-    return Visits(num_q, num_k, by_kind.sum(axis=2).T.copy(), by_kind.sum(axis=1).T.copy(), rule)
+    of_queries, of_keys = _counts(block_kinds(table, num_q, num_k, BLOCK))
+    return Visits(num_q, num_k, of_queries, of_keys, rule_of(table, num_q))
+
+
+@compiled()
+def _counts(kinds):  # type: ignore[no-untyped-def]
+    """Partial and full blocks of every row and of every column, ``int64[rows, 2]`` and ``int64[columns, 2]``."""
+    of_rows, of_columns = np.zeros((kinds.shape[0], 2), np.int64), np.zeros((kinds.shape[1], 2), np.int64)
+    for row in range(kinds.shape[0]):
+        for column in range(kinds.shape[1]):
+            if kinds[row, column]:
+                of_rows[row, kinds[row, column] - PARTIAL] += 1
+                of_columns[column, kinds[row, column] - PARTIAL] += 1
+    return of_rows, of_columns
 
 
 def rule_of(table: Ints, num_q: int) -> int:

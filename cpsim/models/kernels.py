@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.masks.blocks import Visits
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import Sequences, sequences
 from cpsim.models.attention.calls import attention_op_seconds, head_shapes
@@ -93,6 +94,7 @@ class _Kernels:
         tiles, params = sequences(schedule.tiles), self.given.attention_params(pass_)
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
+        masks = None
         if params.anatomy.lists_blocks:
             masks = tile_visits(schedule, ops, self.given.head_bytes)
             rules = {mask.partial_rule() for mask in masks.values()}
@@ -100,7 +102,7 @@ class _Kernels:
             self._note(*profile.rule_notes(kernel, pass_, head_dim, rules))
         if self.given.direct:
             self._note(*estimated(kernel, tiles, used))
-        seconds = attention_seconds(params, schedule, ops, self.given)
+        seconds = attention_seconds(params, schedule, ops, self.given, masks)
         if self.given.captured and not limits_of(kernel).places_results:
             seconds += self._placing(ops)
         low, high = profile.valid.get(f"attention {pass_} {kernel} head_dim", (params.head_dim,) * 2)
@@ -182,10 +184,17 @@ def estimated(kernel: str, tiles: Sequences, used: NDArray[np.bool_]) -> Iterato
         yield f"{kernel}: causal masks of fewer queries than keys not measured, estimated from those of as many"
 
 
-def attention_seconds(params: AttentionParams, schedule: Schedule, ops: Ints, given: Conditions) -> Floats:
-    """Seconds of attention ops, ``[2, A]``: at the clock of an endless run, and at the full clock."""
+def attention_seconds(
+    params: AttentionParams,
+    schedule: Schedule,
+    ops: Ints,
+    given: Conditions,
+    visited: Mapping[int, Visits] | None = None,
+) -> Floats:
+    """Seconds of attention ops, ``[2, A]``: at the clock of an endless run, and at the full clock; ``visited`` as of
+    `attention_op_seconds`."""
     how = given.kernel, given.dtype, given.head_dim
-    return attention_op_seconds(params, *how, schedule, ops, given.varlen, given.value_dim)
+    return attention_op_seconds(params, *how, schedule, ops, given.varlen, given.value_dim, visited)
 
 
 def _ops_of_layer(schedule: Schedule, ops: Ints) -> NDArray[np.str_]:

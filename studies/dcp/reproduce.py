@@ -251,6 +251,10 @@ def reproduce(
         CpsimError: a case cannot be predicted.
     """
     chosen = published() if rows is None else rows
+    if any(row.row == "dcp" for row in chosen) and find_spec(assumed.solver) is None:
+        raise CpsimError(
+            f"reproduce: DCP plans with {assumed.solver}, which is not installed; pip install {assumed.solver}"
+        )
     with TemporaryDirectory() as folder:
         profile = str(ranged_profile(Path(folder)))
         cases = [list(scenarios(row, profile, assumed, count)) for row in chosen]

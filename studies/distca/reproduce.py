@@ -35,7 +35,7 @@ from cpsim.models.profile import load_profile
 from cpsim.prediction.step.attention import PASSES, Attended
 from cpsim.prediction.step.layer import BF16, FP32, Ops
 from cpsim.prediction.step.placed import Placed, gathered, ping_pong
-from cpsim.prediction.step.step import StepModel
+from cpsim.prediction.step.step import Step, StepModel
 from cpsim.prediction.steps import StepCase
 from cpsim.runtime.processes import Progress, mapped
 from cpsim.schedule.schedule import Kind
@@ -219,12 +219,12 @@ def baseline_seconds(step: StepModel, system: System, nano_batches: Sequence[Int
     """
     documents, dp = np.concatenate(nano_batches), step.parallel.dp
     if system == "wlb":
-        return wlb_seconds(step, documents, BREAKPOINTS["34b"])
+        return wlb_step(step, documents, BREAKPOINTS["34b"]).time_s
     group = (np.cumsum(documents) - 1) * dp // int(documents.sum())
-    return _gathered_seconds(step, documents, group, per_sequence)
+    return _gathered_step(step, documents, group, per_sequence).time_s
 
 
-def wlb_seconds(step: StepModel, documents: Ints, breakpoint_: int) -> float:
+def wlb_step(step: StepModel, documents: Ints, breakpoint_: int) -> Step:
     """One iteration of ``wlb``; where there are several microbatches, documents are packed into all of them at once, by
     work alone (see ``wlb_limit``).
 
@@ -235,16 +235,16 @@ def wlb_seconds(step: StepModel, documents: Ints, breakpoint_: int) -> float:
     """
     dp, microbatches = step.parallel.dp, step.parallel.microbatches
     limit = wlb_limit(int(documents.sum()) // microbatches // 2, 1, dp, microbatches)
-    return _gathered_seconds(step, documents, wlb_pack(documents, dp * microbatches, limit, breakpoint_), head_tail)
+    return _gathered_step(step, documents, wlb_pack(documents, dp * microbatches, limit, breakpoint_), head_tail)
 
 
-def _gathered_seconds(step: StepModel, documents: Ints, group: Ints, place: Callable[[Ints, int], Tasks]) -> float:
+def _gathered_step(step: StepModel, documents: Ints, group: Ints, place: Callable[[Ints, int], Tasks]) -> Step:
     """An iteration whose documents are in groups: replica by replica of a microbatch, microbatch by microbatch."""
     parallel = step.parallel
     parts = [documents[group == i] for i in range(parallel.dp * parallel.microbatches)]
     batch = [parts[replica :: parallel.dp] for replica in range(parallel.dp)]
     attended = [[gathered_attention(step, place(part, parallel.cp)) for part in replica] for replica in batch]
-    return step.simulate([[tuple(part.tolist()) for part in replica] for replica in batch], attended).time_s
+    return step.simulate([[tuple(part.tolist()) for part in replica] for replica in batch], attended)
 
 
 def distca_seconds(step: StepModel, nano_batches: Sequence[Ints], choice: Choice) -> float:

@@ -16,63 +16,125 @@ from cpsim.report.figures import PALETTE, styled
 from cpsim.report.page import figure, page
 from cpsim.report.tables import table
 from cpsim.report.words import ms_text, signed_percent
-from studies.distca.scale import BAR, ITERATIONS, SPREAD, STAGES, STATED, Interim, Setting, SpeedUp
+from studies.distca.scale import (
+    BAR,
+    ITERATIONS,
+    SPREAD,
+    STAGES,
+    STATED,
+    SYSTEMS,
+    Interim,
+    Known,
+    Setting,
+    SpeedUp,
+    worth,
+)
 
 BASIS = (
-    f"interim runs: neither plans nor samples are recorded; {STAGES} stages and the first {ITERATIONS} iterations, as "
-    "in the one record that names its plan, and the fastest microbatches and context parallelism that fit into memory",
+    f"interim runs: mean of the first {ITERATIONS} iterations, and the fastest of the plans that their script tried; "
+    "which of them finished is not recorded",
+    "distca's interim runs of prolong are predicted with documents of pretrain: its program took no data set then, and "
+    "its times of both are alike",
     f"speed-ups: the fastest wlb over distca, mean of {len(SPREAD)} iterations spread over 30; settings of the paper's "
-    "tables 3 (no pipeline) and 4 (2 stages here); what it states is for all settings of a data set and model together",
-    "document lengths are stand-ins; nothing is fitted to these numbers",
+    f"tables 3 (no pipeline) and 4 ({STAGES} stages here); what it states is for all settings of a data set and model "
+    "together",
+    "nothing is fitted to these numbers",
+)
+STAND_INS = (
+    "document lengths are stand-ins; --lengths dist_prolong.json --pretrain dist_wlbllm.json take the original ones"
 )
 
 
-def scale_view(runs: Sequence[Interim], ratios: Sequence[SpeedUp]) -> RenderableType:
-    """Interim runs, their mean errors, speed-ups, and what they rest on."""
+def scale_view(
+    runs: Sequence[Interim], known: Sequence[Known], ratios: Sequence[SpeedUp], listed: bool
+) -> RenderableType:
+    """Interim runs, their errors, what assumptions are worth, runs of known plans, speed-ups, and what all rest on.
+
+    Args:
+        runs, known, ratios: with predictions.
+        listed: whether lists of documents were given.
+    """
     made = table(
         ("interim run", "left"),
         ("system", "left"),
         ("published ms", "right"),
         ("predicted", "right"),
         ("error", "right"),
-        ("plan", "left"),
+        ("fastest plan", "left"),
+        ("other plans", "right"),
     )
     for run in runs:
-        times = ms_text(run.published_s), ms_text(run.predicted_s)
-        made.add_row(_words(run.setting), run.system, *times, signed_percent(run.error), run.plan)
-    errors = table(("mean error", "left"), ("of all", "right"), ("to stay within", "right"))
-    for name, error in mean_errors(runs).items():
-        errors.add_row(name, f"{100 * error:.1f} %", f"{100 * BAR:.0f} %")
+        first, *others = run.outcomes
+        times = ms_text(run.published_s), ms_text(first.time_s)
+        rest = ", ".join(ms_text(other.time_s) for other in others)
+        made.add_row(_words(run.setting), run.system, *times, signed_percent(run.error), str(first.plan), rest)
+    errors = table(("mean error", "left"), ("of all", "right"), ("signed", "right"), ("to stay within", "right"))
+    for name, (error, signed) in mean_errors(runs).items():
+        errors.add_row(name, f"{100 * error:.1f} %", signed_percent(signed), f"{100 * BAR:.0f} %")
     gains = table(("stages, data, model", "left"), ("stated", "right"), ("predicted", "right"), ("median", "right"))
     for key, stated in STATED.items():
         found = sorted(one.predicted for one in ratios if _key(one.setting) == key and one.predicted)
         if found:
             span = f"{found[0]:.2f} to {found[-1]:.2f}"
             gains.add_row(f"{key[0]}, {key[1]}, {key[2]}", _span(*stated), span, f"{found[len(found) // 2]:.2f}")
-    return Group(made, Text(), errors, Text(), gains, Text(), *(Text(f"- {note}") for note in BASIS))
+    parts = made, errors, _worth(runs), _known(known), gains
+    notes = [Text(f"- {note}") for note in basis(listed)]
+    return Group(*(one for part in parts for one in (part, Text())), *notes)
 
 
-def mean_errors(runs: Sequence[Interim]) -> dict[str, float]:
-    """Mean of absolute errors, by system and of all."""
-    systems = {name: [run for run in runs if run.system == name] for name in ("wlb", "distca")}
-    return {name: mean(abs(run.error) for run in own) for name, own in ({**systems, "all": list(runs)}).items() if own}
+def basis(listed: bool) -> list[str]:
+    """What all predictions rest on, in words."""
+    return [*BASIS, *([] if listed else [STAND_INS])]
 
 
-def scale_record(runs: Sequence[Interim], ratios: Sequence[SpeedUp]) -> dict[str, Any]:
+def _worth(runs: Sequence[Interim]) -> RenderableType:
+    made = table(("wlb, if", "left"), ("runs", "right"), ("mean error", "right"), ("signed", "right"))
+    for name, errors in worth(runs).items():
+        if errors:
+            made.add_row(name, str(len(errors)), f"{100 * mean(map(abs, errors)):.1f} %", signed_percent(mean(errors)))
+    return made
+
+
+def _known(known: Sequence[Known]) -> RenderableType:
+    made = table(
+        ("wlb with a known plan", "left"),
+        ("published s, by iteration", "left"),
+        ("predicted", "left"),
+        ("error of the mean", "right"),
+    )
+    for run in known:
+        times = (" ".join(f"{seconds:.1f}" for seconds in times) for times in (run.published_s, run.predicted_s))
+        made.add_row(f"{_words(run.setting)}, {run.plan}", *times, signed_percent(run.error))
+    return made
+
+
+def mean_errors(runs: Sequence[Interim]) -> dict[str, tuple[float, float]]:
+    """Mean of absolute errors and of errors, by system and of all."""
+    by_name: dict[str, list[float]] = {name: [run.error for run in runs if run.system == name] for name in SYSTEMS}
+    every = by_name | {"all": [run.error for run in runs]}
+    return {name: (mean(map(abs, errors)), mean(errors)) for name, errors in every.items() if errors}
+
+
+def scale_record(
+    runs: Sequence[Interim], known: Sequence[Known], ratios: Sequence[SpeedUp], listed: bool
+) -> dict[str, Any]:
     """The same for machines."""
     return {
-        "basis": BASIS,
-        "interim": [asdict(run) for run in runs],
+        "basis": basis(listed),
+        "interim": [asdict(run) | {"predicted_s": run.predicted_s} for run in runs],
+        "known": [asdict(run) for run in known],
         "speed_ups": [asdict(one) for one in ratios],
-        "mean_errors": mean_errors(runs),
+        "mean_errors": {name: error for name, (error, _) in mean_errors(runs).items()},
+        "signed_errors": {name: signed for name, (_, signed) in mean_errors(runs).items()},
+        "worth": worth(runs),
         "bar": BAR,
         "stated": [{"stages": s, "data": d, "model": m, "range": span} for (s, d, m), span in STATED.items()],
     }
 
 
-def scale_html(runs: Sequence[Interim], ratios: Sequence[SpeedUp]) -> str:
+def scale_html(runs: Sequence[Interim], ratios: Sequence[SpeedUp], listed: bool) -> str:
     """A page that opens offline: published and predicted times, and speed-ups on 64 to 512 GPUs."""
-    errors = ", ".join(f"{name} {100 * error:.1f} %" for name, error in mean_errors(runs).items())
+    errors = ", ".join(f"{name} {100 * error:.1f} %" for name, (error, _) in mean_errors(runs).items())
     sections = [f"<h1>DistCA on 64 to 512 H200, simulated</h1><p class=lead>Mean errors: {errors}.</p>"]
     sections.append(figure(_times(runs), "interim", "Interim runs with pipelines: published and predicted times."))
     caption = "The fastest wlb over distca by GPUs; the band is what the paper states for all settings together."
@@ -80,7 +142,7 @@ def scale_html(runs: Sequence[Interim], ratios: Sequence[SpeedUp]) -> str:
         mine = [one for one in ratios if _key(one.setting) == (stages, data, model)]
         name = f"{model}, {data}, {stages} stage{'s' if stages > 1 else ''}"
         sections.append(figure(_gains(mine, stated), f"gain-{stages}-{data}-{model}", f"{name}. {caption}"))
-    sections += [f"<p class=muted>{escape(note)}</p>" for note in BASIS]
+    sections += [f"<p class=muted>{escape(note)}</p>" for note in basis(listed)]
     return page("cpsim: DistCA on 64 to 512 H200", sections, with_plots=True)
 
 

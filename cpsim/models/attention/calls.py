@@ -35,16 +35,19 @@ def attention_op_seconds(
     ops: Ints | None = None,
     varlen: bool = False,
     value_dim: int = 0,
+    visited: Mapping[int, Visits] | None = None,
 ) -> Floats:
     """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
 
-    The kernel takes them; see `check_calls`. With ``varlen`` calls of one sequence are varlen ones, too.
+    The kernel takes them; see `check_calls`. With ``varlen`` calls of one sequence are varlen ones, too. ``visited`` is
+    what `tile_visits` answers, where it is at hand.
     """
     if ops is None:
         ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
     head_bytes = mean_head_bytes(head_dim, value_dim, dtype)
     if params.anatomy.lists_blocks:
-        return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
+        visited = tile_visits(schedule, ops, head_bytes) if visited is None else visited
+        return _listed_seconds(params, schedule, ops, visited, head_dim)
     shapes, shape_of = head_shapes(schedule, ops)
     seconds = np.empty((2, len(ops)))
     own = None

@@ -104,6 +104,23 @@ def stack(*groups: RangeSets) -> RangeSets:
     return RangeSets(np.concatenate([*starts, offsets[-1:]]), ranges)
 
 
+def from_token(sets: RangeSets, first: int) -> RangeSets:
+    """What every set has of this token and later ones."""
+    owner = np.repeat(np.arange(len(sets)), np.diff(sets.start))
+    start, end = np.maximum(sets.ranges[:, 0], first), sets.ranges[:, 1]
+    kept = start < end
+    per_set = np.bincount(owner[kept], minlength=len(sets))
+    return RangeSets(np.concatenate(([0], np.cumsum(per_set))), np.stack([start, end], axis=1)[kept])
+
+
+def with_queries(sets: RangeSets, num_shards: int, cached: int) -> tuple[RangeSets, int]:
+    """Sets, of which the first are shards, with those of the shards' tokens that have queries behind them, where some
+    are cached and have none; and how far each of these is behind its shard."""
+    if not cached:
+        return sets, 0
+    return stack(sets, from_token(part(sets, 0, num_shards), cached)), len(sets)
+
+
 def part(sets: RangeSets, first: int, count: int) -> RangeSets:
     """Sets ``first`` to ``first + count``, on their own."""
     start = sets.start[first : first + count + 1]

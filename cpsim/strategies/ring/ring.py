@@ -70,7 +70,11 @@ def cut(
     source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
     parts = halves and chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
     bounds = np.array([0, workload.num_tokens])
-    if chunks == "striped":
+    queries = 0
+    if workload.cached:  # both parts are dealt out evenly
+        shards = sharding.document_contiguous(np.array([0, workload.cached, workload.num_tokens]), num_ranks)
+        sets, queries = sharding.with_queries(shards, num_ranks, workload.cached)
+    elif chunks == "striped":
         sets = sharding.stack(*sharding.striped_shards(workload.num_tokens, num_ranks))
     elif chunks == "contiguous":
         sets = sharding.contiguous(workload.num_tokens, num_ranks)
@@ -80,7 +84,7 @@ def cut(
         bounds = sharding.documents_of(mask, workload.num_tokens) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & parts, (source < ranks) & parts & (chunks != "striped")
-    return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride)
+    return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride, queries)
 
 
 def tiled(
@@ -91,14 +95,15 @@ def tiled(
     tails: NDArray[np.bool_],
     key_heads: NDArray[np.bool_],
     stride: int = 1,
+    queries: int = 0,
 ) -> Cut:
     """A cut from its sets, the shard whose keys every shard uses in each step, and where only parts of them count."""
     shards = np.arange(source.shape[1])
-    query_set = np.where(tails, len(sets) - len(shards) + shards, shards)
+    query_set = np.where(tails, len(sets) - len(shards) + shards, shards + queries)
     key_set = np.where(key_heads, len(shards) + source, source)
     stripes = stripe_bounds(int(sets.ranges.max(initial=0)), stride) if stride > 1 else None
     tiles, tile = make_tiles(mask, sets, query_set, key_set, stripes), 1 + np.arange(source.size).reshape(source.shape)
-    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride)
+    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride, queries=queries)
 
 
 def turned(cut: Cut) -> Cut:

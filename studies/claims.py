@@ -91,7 +91,7 @@ CLAIMS: Final = (
         tokens=(128_000,),
         new=(0.01, 0.025, 0.0325),
         this=("mesh", {"keys": 1}),
-        that=("ring", {}),
+        that=("striped_ring", {}),
         shape="forward on 4 H100 of 4 nodes, 16:1 heads of each",
     ),
     Claim(
@@ -102,7 +102,7 @@ CLAIMS: Final = (
         tokens=(128_000,),
         new=(0.1, 0.2, 0.5),
         this=("mesh", {"keys": 1}),
-        that=("ring", {}),
+        that=("striped_ring", {}),
         shape="the same",
     ),
     Claim(

@@ -69,7 +69,7 @@ ANY_VALUES: Final = ("none", "ulysses", "ring", "zigzag_ring", "striped_ring", "
 """Strategies that know how large values are where keys have another size."""
 
 
-CACHED: Final = ("none", "ring", "mesh")
+CACHED: Final = ("none", "ring", "striped_ring", "mesh")
 """Strategies whose ranks may hold keys of tokens that have no queries."""
 
 

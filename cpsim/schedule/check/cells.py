@@ -58,7 +58,7 @@ class Cells:
         wider rows, and weights other ones."""
         kv = tensor.endswith("kv")
         tokens = self.tokens[:-1]
-        there = (tokens < self.num_tokens) & (kv or tokens >= self.cached)
+        there = (tokens < self.num_tokens) & (kv or self.s.tokens(tokens) >= self.cached)
         there &= (not kv) | (tokens // self.of_group % self.groups_per_kv == 0)
         return np.logical_and.outer(there, self.heads[kv][:-1] < self.num_heads[kv])
 

@@ -68,14 +68,14 @@ def cut(
         return turned(cut(workload, num_ranks, chunks, inner, False, halves))
     mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
     source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
-    parts = halves and chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
+    parts = (
+        halves and not workload.cached and chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
+    )
     bounds = np.array([0, workload.num_tokens])
-    queries = 0
-    if workload.cached:  # both parts are dealt out evenly
-        shards = sharding.document_contiguous(np.array([0, workload.cached, workload.num_tokens]), num_ranks)
-        sets, queries = sharding.with_queries(shards, num_ranks, workload.cached)
-    elif chunks == "striped":
+    if chunks == "striped":
         sets = sharding.stack(*sharding.striped_shards(workload.num_tokens, num_ranks))
+    elif chunks == "contiguous" and workload.cached:  # both parts are dealt out evenly
+        sets = sharding.document_contiguous(np.array([0, workload.cached, workload.num_tokens]), num_ranks)
     elif chunks == "contiguous":
         sets = sharding.contiguous(workload.num_tokens, num_ranks)
     elif chunks == "documents":
@@ -84,6 +84,7 @@ def cut(
         bounds = sharding.documents_of(mask, workload.num_tokens) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & parts, (source < ranks) & parts & (chunks != "striped")
+    sets, queries = sharding.with_queries(sets, num_ranks, workload.cached, stride)
     return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride, queries)
 
 
@@ -116,7 +117,7 @@ def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implement
     """Ring attention on contiguous shards.
 
     Under a causal mask rank r has work in r + 1 of the P steps only. Others cut every document into P shards, ours
-    the packed sequence.
+    the packed sequence. Cached tokens are dealt out on their own, as evenly.
     """
     return plan_cut(workload, cluster, pass_, "contiguous" if code.ring is None else "documents", code.ring)
 

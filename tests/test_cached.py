@@ -7,6 +7,7 @@ from cases import ALL_MASKS, cluster, workload
 
 from cpsim.case.load import scenario_from
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.prediction.advise import advise
 from cpsim.prediction.predict import predict
 from cpsim.schedule.check import validate
 from cpsim.schedule.schedule import ATTENTION_KINDS
@@ -86,6 +87,11 @@ def test_a_longer_prefix_takes_longer_but_less_than_its_own_queries_would():
         for tokens, cached in ((16_384, 0), (131_072, 114_688), (131_072, 0))
     ]
     assert times == sorted(times)
+
+
+def test_advice_is_about_both_passes():
+    with pytest.raises(ScenarioError, match="predict ring, striped_ring, mesh one by one"):
+        advise(SERVED | {"tokens": 131_072, "cached": 65_536})
 
 
 @pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {*CACHED, "wlb", "per_sequence"}))

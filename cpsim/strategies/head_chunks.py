@@ -88,7 +88,7 @@ class _Chunked:
         self.chunks, self.ahead, self.ranks = chunks, buffers - 1, np.arange(num_ranks)
         tokens, groups = w.num_tokens // w.head_groups, np.arange(w.head_groups)
         keys, shared = groups // w.groups_per_kv * w.groups_per_kv, min(w.groups_per_kv, chunks)
-        sets = [_ranges(groups[[g]], 0, tokens, tokens) for g in groups]
+        sets = [_ranges(groups[[g]], 0, tokens, tokens) for g in groups]  # set g is all of group g
 
         def own(heads: Ints) -> Ints:
             share = tokens // num_ranks

@@ -36,7 +36,7 @@ ALL_KNOBS = {
     "ring": ({},),
     "zigzag_ring": ({"zigzag": "document"}, {"zigzag": "sequence"}, {"backward": "queries"}),
     "striped_ring": ({},),
-    "ulysses": ({}, {"head_groups": 2}),
+    "ulysses": ({}, {"head_groups": 2}, {"head_chunks": 2}, {"head_chunks": 2, "buffers": 1}),
     "allgather": (
         {},
         {"layout": "contiguous"},

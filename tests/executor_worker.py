@@ -19,7 +19,7 @@ from cpsim.real.run import attention
 from cpsim.real.run.executor import Executor
 from cpsim.real.run.node import end_process
 from cpsim.real.run.storage import lay_out
-from cpsim.strategies import plan
+from cpsim.strategies import CACHED, plan
 
 WINDOWED = "windowed"
 """Plain attention in float64 as a kernel that takes sequences and windows, but no other masks, as flash-attention."""
@@ -37,6 +37,9 @@ def problems(num_ranks):
             all_heads = num_ranks == 4 and (mask, documents) in (("full", "one"), ("causal_document", "uneven"))
             for heads in HEADS if all_heads else ("gqa",):
                 yield f"{mask} {documents} {heads}", workload(mask, documents, heads, dtype="fp64"), ALL_STRATEGIES
+    held = [(name, knobs) for name, knobs in ALL_STRATEGIES if name in CACHED]
+    for mask, cached in (("causal", 16), ("causal", 31), ("full", 40), ("causal_document", 12)):
+        yield f"{mask} cached {cached}", workload(mask, "uneven", dtype="fp64", cached=cached), held
     rings = [(name, knobs) for name, knobs in ALL_STRATEGIES if "ring" in name or name == "hybrid_cp"]
     for documents in ((49,), (11,), (1, 20, 2, 32)):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings

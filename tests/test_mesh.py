@@ -147,12 +147,12 @@ def test_a_ring_sends_queries_or_keys_backward():
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=[claim.paper.split()[0] for claim in CLAIMS])
 def test_signs_of_published_claims_are_right(claim):
-    this, that = claim.predicted(claim.tokens[0])
+    this, that = claim.predicted(*claim.cases()[0])
     assert (this.time_s < that.time_s) == claim.faster
 
 
 def test_the_page_shows_every_claim():
     shown = PAGE.read_text(encoding="utf-8").split(MARKS[0])[1].split(MARKS[1])[0]
     assert all(claim.paper in shown and claim.claim in shown for claim in CLAIMS)
-    assert len(shown.splitlines()) == 2 + sum(len(claim.tokens) for claim in CLAIMS)
+    assert len(shown.splitlines()) == 2 + sum(len(claim.cases()) for claim in CLAIMS)
     assert PAGE == ROOT / "docs" / "strategies.md"

@@ -44,6 +44,7 @@ def workload_of(scenario: Scenario) -> Workload:
         head_dim=scenario.head_dim,
         value_dim=scenario.value_dim or (model_of(scenario).value_dim if scenario.model is not None else 0),
         dtype=scenario.dtype,
+        cached=scenario.cached or 0,
     )
 
 

@@ -213,6 +213,8 @@ class Scenario(BaseModel):
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
     value_dim: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Elements per head of values and outputs where keys have another number, as in multi-head latent attention."""
+    cached: Tokens | None = None
+    """First tokens, whose keys and values GPUs hold from before: only later ones have queries, as in a prefill."""
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field("fwd_bwd", validation_alias="pass", serialization_alias="pass")
     protocol: Literal["synced", "streamed"] = "synced"
@@ -412,9 +414,20 @@ class Scenario(BaseModel):
                 f"documents: expected lengths that sum to {total} tokens, got {sum(self.documents)}; "
                 "change the last length or tokens"
             )
+        self._check_cached(total)
         self._check_compile()
         self._check_step()
         return self
+
+    def _check_cached(self, total: int) -> None:
+        if self.cached is None:
+            return
+        if self.pass_ != "fwd" or self.model is not None:
+            raise ValueError(
+                "cached: belongs to attention in the forward pass alone; set pass: fwd and leave model out"
+            )
+        if self.cached >= total:
+            raise ValueError(f"cached: expected fewer than all {total} tokens, got {self.cached}")
 
     def _check_compile(self) -> None:
         if not self.compile or (self.model is not None and self.part is None):

@@ -42,6 +42,8 @@ class Workload:
     """Element type of Q, K, V and O: a key of ``BYTES_PER_ELEMENT``."""
     padding: tuple[int, ...] = ()
     """Tokens behind every document that see nothing and are not seen, which some people's code adds; empty: none."""
+    cached: int = 0
+    """First tokens of all, whose keys and values are there from before: others see them, but they have no queries."""
     head_groups: int = 1
     """Times that all tokens are counted, once for every group of heads, where groups are apart; see ``by_group``."""
     groups_per_kv: int = 1
@@ -51,6 +53,8 @@ class Workload:
         if not self.documents or min(self.documents) < 1:
             raise ScenarioError("documents: expected at least one document of at least one token")
         assert len(self.padding) in (0, len(self.documents))
+        if not 0 <= self.cached < sum(self.documents):
+            raise ScenarioError(f"cached: expected fewer than all {sum(self.documents)} tokens, got {self.cached}")
         if min(self.num_heads, self.num_kv_heads, self.head_dim, self.values) < 1 or self.num_heads % self.num_kv_heads:
             raise ScenarioError(f"kv_heads: expected a divisor of heads = {self.num_heads}, got {self.num_kv_heads}")
         if self.dtype not in BYTES_PER_ELEMENT:
@@ -87,6 +91,8 @@ class Workload:
         from cpsim.masks.stripes import striped
 
         mask = mask_slices(self.mask, self.documents, self.mask_options)
+        if self.cached:
+            mask = mask.from_query(self.cached)
         if self.padding:
             mask = moved_apart(mask, self.documents, self.padding)
         if self.head_groups > 1:

@@ -52,6 +52,12 @@ class Slices:
         """A row (q_start, q_end, k_start, k_end, low, high) for every slice, ``int64[M, 6]``."""
         return np.stack([self.q_start, self.q_end, self.k_start, self.k_end, self.low, self.high], axis=1)
 
+    def from_query(self, first: int) -> Slices:
+        """What this query and later ones see."""
+        table = self.table()[self.q_end > first]
+        q_start, *others = table.T
+        return Slices(np.maximum(q_start, first), *others)
+
     def areas(self) -> Ints:
         """Unmasked (query, key) pairs of every slice, ``int64[M]``, exact."""
         areas: Ints = slice_areas(self.q_start, self.q_end, self.k_start, self.k_end, self.low, self.high)

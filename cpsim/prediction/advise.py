@@ -17,7 +17,7 @@ from cpsim.prediction.nearest import stand_ins, unmeasured, widened
 from cpsim.prediction.predict import TOO_LARGE, prediction_of, predictions_of
 from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction, refused
 from cpsim.runtime.processes import Progress
-from cpsim.strategies import STRATEGIES, Knobs
+from cpsim.strategies import CACHED, STRATEGIES, Knobs
 from cpsim.strategies.others import implementation
 
 
@@ -47,6 +47,11 @@ def advise(case: ScenarioLike, progress: Progress | None = None) -> Advice:
         ['backward_s', 'exposed_share', 'forward_s']
     """
     scenario = as_scenario(case)
+    if scenario.cached is not None:
+        raise ScenarioError(
+            "cached: advise ranks by both passes together, and cached tokens have a forward pass alone; predict "
+            f"{', '.join(CACHED[1:])} one by one, or compare them with cpsim sweep"
+        )
     try:
         found = _advise(scenario, progress)
         if not unmeasured(found):

@@ -187,8 +187,9 @@ def least_memory(workload: Workload, num_gpus: int, pass_: Pass) -> int:
     A GPU's share of queries and results, of keys and values, and in backward of the gradients of all of them.
     """
     sizes = Sizes(workload)
-    of_token = 2 * sizes.query(workload.num_heads) + sizes.kv(workload.num_kv_heads)
-    return workload.num_tokens * of_token * (1 if pass_ == "fwd" else 2) // num_gpus
+    queries = (workload.num_tokens - workload.cached) * 2 * sizes.query(workload.num_heads)
+    held = queries + workload.num_tokens * sizes.kv(workload.num_kv_heads)
+    return held * (1 if pass_ == "fwd" else 2) // num_gpus
 
 
 def _memory_of(schedule: Schedule, case: Case) -> int:
@@ -233,7 +234,12 @@ def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> Floats:
 def _continues(case: Case, copies: int) -> bool:
     """Whether a ring's time is known from that of shorter rings with as many tokens on each GPU."""
     workload, cluster, strategy = case.workload, case.cluster, case.scenario.strategy
-    alike = len(workload.documents) == 1 and workload.mask in ("full", "causal") and not cluster.faults
+    alike = (
+        len(workload.documents) == 1
+        and not workload.cached
+        and workload.mask in ("full", "causal")
+        and not cluster.faults
+    )
     whole = workload.num_tokens % cluster.num_gpus == 0 and cluster.gpus_per_node // copies <= KNOWN_PLACES[0]
     ring = strategy in RINGS or (strategy == "usp" and copies > 1)
     return alike and whole and ring and case.code is CPSIM and case.scenario.part is None

@@ -82,8 +82,9 @@ def case_text(scenario: Scenario) -> str:
     """The case in one line: tokens, mask, heads, GPUs."""
     per_gpu = format_count(scenario.num_tokens / scenario.gpus)
     part = f"a {scenario.part or 'step'} of {model_text(scenario)}, " if scenario.model else ""
+    cached = f", {format_count(scenario.cached)} of them cached" if scenario.cached else ""
     return (
-        f"{part}{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {mask_text(scenario)} mask, "
+        f"{part}{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU){cached}, {mask_text(scenario)} mask, "
         f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
         f"{scenario.kernel} on {scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''} of {scenario.cluster}"
     )

@@ -69,6 +69,10 @@ ANY_VALUES: Final = ("none", "ulysses", "ring", "zigzag_ring", "striped_ring", "
 """Strategies that know how large values are where keys have another size."""
 
 
+CACHED: Final = ("none", "ring", "striped_ring", "mesh")
+"""Strategies whose ranks may hold keys of tokens that have no queries."""
+
+
 @cache
 def _knobs_of(planner: Callable[..., Schedule]) -> tuple[str, ...]:
     """Names of a planner's knobs."""
@@ -97,6 +101,11 @@ def plan(
         raise InfeasibleError(
             f"value_dim: values of another size than keys are planned for {', '.join(ANY_VALUES)} of our executor's "
             f"code, got {name} of {code.name}; leave value_dim out"
+        )
+    if workload.cached and (name not in CACHED or code.name != CPSIM.name or pass_ == "bwd"):
+        raise InfeasibleError(
+            f"cached: keys from before are planned for the forward pass of {', '.join(CACHED)} of our executor's code, "
+            f"got {pass_} of {name} of {code.name}; leave cached out"
         )
     whose = () if code is CPSIM else (code,)
     schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)

@@ -110,18 +110,21 @@ def token_bytes(workload: Workload, num_ranks: int, keys: int, pass_: Pass) -> t
     """Bytes that a rank sends along its row, and along its column, for every token that it holds.
 
     Of rows of a ranks and columns of b forward ``(a - 1)(Q + O + LSE)`` and ``(b - 1)(K + V)``, backward
-    ``(a - 1)(Q + O + LSE + dO + dQ)`` and ``(b - 1)(K + V)`` with dK and dV in fp32.
+    ``(a - 1)(Q + O + LSE + dO + dQ)`` and ``(b - 1)(K + V)`` with dK and dV in fp32. Tokens that are cached have no
+    queries.
     """
     s = Sizes(workload)
     q, o, kv = s.query(workload.num_heads), s.output(workload.num_heads), s.kv(workload.num_kv_heads)
     side, backward = q + o + s.lse(workload.num_heads), pass_ == "bwd"
-    return (num_ranks // keys - 1) * (side + (q + o) * backward), (keys - 1) * (kv + s.accumulator(kv) * backward)
+    along_rows, tokens = (num_ranks // keys - 1) * (side + (q + o) * backward), workload.num_tokens
+    return along_rows * (tokens - workload.cached) // tokens, (keys - 1) * (kv + s.accumulator(kv) * backward)
 
 
 def fewest_bytes(workload: Workload, num_ranks: int) -> int:
-    """Ranks of a column for which ranks send the least forward and backward; of equals the fewest."""
+    """Ranks of a column for which ranks send the least in all passes; of equals the fewest."""
+    passes: tuple[Pass, ...] = ("fwd",) if workload.cached else ("fwd", "bwd")
     columns = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    return min(columns, key=lambda n: sum(sum(token_bytes(workload, num_ranks, n, pass_)) for pass_ in RESULT))
+    return min(columns, key=lambda n: sum(sum(token_bytes(workload, num_ranks, n, pass_)) for pass_ in passes))
 
 
 def mesh_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
@@ -145,6 +148,8 @@ class _Cut:
     """Tile 1 + hop * P + rank."""
     source: Ints
     """Rank whose queries each rank has."""
+    queries: Ints
+    """Sets of ranks' own queries, ``[ranks]``: shards, without tokens that are cached."""
 
 
 @lru_cache(maxsize=2)
@@ -152,12 +157,15 @@ def _cut(workload: Workload, num_ranks: int, column: int, forward: int, least: i
     """Columns of so many ranks, on shards that follow each other in columns of ``forward`` ranks."""
     mask, ranks, row = workload.slices(), np.arange(num_ranks), num_ranks // column
     bounds = sharding.spans(sharding.documents_of(mask, workload.num_tokens), least)
+    bounds = np.unique(np.append(bounds, workload.cached))
     holder = ranks % forward * (num_ranks // forward) + ranks // forward
     shards = sharding.joined(sharding.zigzag_shards(bounds, num_ranks)[0], holder, num_ranks)
     sets = sharding.stack(shards, sharding.joined(shards, ranks % row, row))
+    sets, behind = sharding.with_queries(sets, num_ranks, workload.cached)
+    queries = ranks + behind
     source = ranks // row * row + (ranks % row - np.arange(row)[:, None]) % row
-    tiles = make_tiles(mask, sets, source.ravel(), np.tile(num_ranks + ranks % row, row))
-    return _Cut(shards, sharding.stack(sets, sharding.seen_keys(tiles, source.size)), tiles, source)
+    tiles = make_tiles(mask, sets, queries[source].ravel(), np.tile(num_ranks + ranks % row, row))
+    return _Cut(shards, sharding.stack(sets, sharding.seen_keys(tiles, source.size)), tiles, source, queries)
 
 
 class _Mesh:
@@ -171,7 +179,7 @@ class _Mesh:
         """Column of every rank; and the ranks of every column, ``[a, b]``."""
         self.gathers = self.row < num_ranks
         self.tile = 1 + np.arange(cut.source.size).reshape(cut.source.shape)
-        self.whole, self.seen = num_ranks + self.column, num_ranks + self.row - 1 + self.tile
+        self.whole, self.seen = num_ranks + self.column, len(cut.sets) - cut.source.size - 1 + self.tile
         """Sets of all tokens of a rank's column, and of the keys that it sees."""
         self.active = cut.tiles.area[self.tile] > 0
         self.active[0] = True
@@ -185,7 +193,8 @@ class _Mesh:
         """Keys are put in the order in which the kernel reads them."""
         self.read = np.where(self.packs, self.seen, self.whole)
         """Sets of keys that kernels are given."""
-        self.tokens = self.rows[:num_ranks]
+        self.tokens, self.queries = self.rows[:num_ranks], self.rows[cut.queries]
+        """Of every rank's shard, and those of them that have queries."""
         self.kv_heads, self.q_heads = heads_per_gather, workload.num_heads // self.num_groups
         self.b, self.sizes = Builder(num_ranks, cut.sets, cut.tiles), Sizes(workload)
         q, o, lse = (size(self.q_heads) for size in (self.sizes.query, self.sizes.output, self.sizes.lse))
@@ -241,13 +250,17 @@ class _Mesh:
         """A block of every rank, of one group of heads: of its own shard, or of these sets."""
         first, count, kv_first, kv_count = self.heads(group)
         heads = (kv_first, kv_count) if tensor.endswith("kv") else (first, count)
-        return self.b.blocks(tensor, self.ranks if sets is None else sets, heads)
+        return self.b.blocks(tensor, self.own(tensor) if sets is None else sets, heads)
+
+    def own(self, tensor: str) -> Ints:
+        """Sets of every rank's own tokens of a tensor."""
+        return self.ranks if tensor.endswith("kv") else self.cut.queries
 
     def shard(self, name: str, tensor: str) -> Access:
         """Every rank's shard with all heads."""
         heads = self.workload.num_kv_heads if tensor.endswith("kv") else self.workload.num_heads
-        nbytes = self.tokens * self.width[tensor] * self.num_groups
-        return self.b.buffers(name, nbytes), self.b.blocks(tensor, self.ranks, (0, heads))
+        nbytes = self.rows[self.own(tensor)] * self.width[tensor] * self.num_groups
+        return self.b.buffers(name, nbytes), self.b.blocks(tensor, self.own(tensor), (0, heads))
 
     def given(self, tensor: str) -> Access:
         """A shard that is an input of the schedule."""
@@ -255,13 +268,13 @@ class _Mesh:
         self.b.input(*made)
         return made
 
-    def copy(self, group: int, reads: Sequence[Access], writes: Sequence[Access], width: int) -> Ints:
-        """Pack ``width`` bytes of every token of a rank's own; returns the ops, ``[ranks]``."""
+    def copy(self, group: int, reads: Sequence[Access], writes: Sequence[Access], nbytes: Ints) -> Ints:
+        """Pack so many bytes of every rank's own; returns the ops, ``[ranks]``."""
         return self.b.add(
             Kind.COPY,
             (self.ranks, "compute"),
             step=group * self.row,
-            nbytes=2 * self.tokens * width,
+            nbytes=2 * nbytes,
             reads=reads,
             writes=writes,
         )
@@ -297,7 +310,7 @@ class _Keys:
         if m.gathers:
             if m.num_groups > 1:
                 self.source = m.shard("kv by group", "kv")
-                ready = m.copy(0, [kv], [self.source], m.width["kv"] * m.num_groups)
+                ready = m.copy(0, [kv], [self.source], m.tokens * m.width["kv"] * m.num_groups)
             nbytes = m.rows[m.whole] * m.width["kv"]
             self.buffers = [m.b.buffers("kv of column", nbytes) for _ in range(min(2, m.num_groups))]
         self.packed = m.b.buffers("keys in order", np.where(m.packs, m.keys, 0).max(axis=0) * m.width["kv"])
@@ -346,10 +359,10 @@ class _Queries:
     def __init__(self, m: _Mesh, given: Mapping[str, Access]) -> None:
         self.m, self.given, self.result, none = m, given, RESULT[m.pass_], np.full(len(m.ranks), NOTHING)
         width, slots = m.width[self.result], range(min(2, (m.row - 1) * m.num_groups))
-        longest = m.tokens[m.cut.source].max(axis=0)
+        longest = m.queries[m.cut.source].max(axis=0)
         self.brought = [{t: m.b.buffers(f"{t} of others", longest * m.width[t]) for t in given} for _ in slots]
         self.partial = [m.b.buffers(f"{self.result} for others", longest * width) for _ in slots]
-        self.returned = [m.b.buffers(f"{self.result} by others", m.tokens * width) for _ in slots]
+        self.returned = [m.b.buffers(f"{self.result} by others", m.queries * width) for _ in slots]
         self.read, self.added, self.took = [none] * 2, [none] * 2, [none] * 2
         """The last op of every rank that read what was brought or returned, and that took a partial result home."""
         self.group = 0
@@ -360,7 +373,7 @@ class _Queries:
         """The last hop, whose results are not summed yet: its number, hop, total, and what its sum waits for."""
         narrow, lse = (m.width["q"], 0) if m.pass_ == "bwd" else (m.width["dout"], m.width["out"] - m.width["dout"])
         whole, wide = np.ones_like(m.home), m.sizes.accumulator(narrow)
-        sums = Accumulation(m.home, np.broadcast_to(m.tokens, whole.shape), whole, np.zeros_like(m.ranks))
+        sums = Accumulation(m.home, np.broadcast_to(m.queries, whole.shape), whole, np.zeros_like(m.ranks))
         self.moved, self.summing = sums.traffic(narrow, wide, 3 * lse), wide if sums.sums.any() else 0
 
     def _pack(self, group: int) -> tuple[dict[str, Access], Ints]:
@@ -368,13 +381,13 @@ class _Queries:
         m, parts = self.m, {t: (buffers, self.m.block(t, group)) for t, (buffers, _) in self.given.items()}
         if m.num_groups == 1 or m.row == 1:
             return parts, np.full(len(m.ranks), NOTHING)
-        packed = {t: (m.b.buffers(f"{t} by group", m.tokens * m.width[t]), block) for t, (_, block) in parts.items()}
-        return packed, m.copy(group, [*parts.values()], [*packed.values()], sum(m.width[t] for t in parts))
+        packed = {t: (m.b.buffers(f"{t} by group", m.queries * m.width[t]), block) for t, (_, block) in parts.items()}
+        return packed, m.copy(group, [*parts.values()], [*packed.values()], m.queries * sum(m.width[t] for t in parts))
 
     def begin(self, group: int) -> None:
         """The hops that follow are of this group."""
         m, self.group = self.m, group
-        made = m.b.buffers(self.result, m.tokens * (m.width[self.result] + self.summing))
+        made = m.b.buffers(self.result, m.queries * (m.width[self.result] + self.summing))
         self.total = made, m.block(self.result, group)
         m.b.output(*self.total)
 
@@ -384,7 +397,7 @@ class _Queries:
 
     def theirs(self, buffers: Int32, tensor: str, hop: int) -> Access:
         """Where ranks have others' queries, or results for them."""
-        return buffers, self.m.block(tensor, self.group, self.m.cut.source[hop])
+        return buffers, self.m.block(tensor, self.group, self.m.cut.queries[self.m.cut.source[hop]])
 
     def send(self, hop: int) -> None:
         """Send own queries so many ranks on."""
@@ -401,7 +414,7 @@ class _Queries:
             (r, "send"),
             (to, "recv"),
             step=self.number(hop),
-            nbytes=m.tokens[r] * sum(m.width[t] for t in parts),
+            nbytes=m.queries[r] * sum(m.width[t] for t in parts),
             deps=[ready[r], free[to]],
             reads=some(r, *parts.values()),
             writes=some(to, *brought),
@@ -438,7 +451,7 @@ class _Queries:
             (r, "grad_send"),
             (to, "grad_recv"),
             step=number,
-            nbytes=m.tokens[to] * m.width[self.result],
+            nbytes=m.queries[to] * m.width[self.result],
             deps=[done[r], free[to]],
             reads=some(r, partial),
             writes=[(returned[0][to], returned[1][r])],

@@ -104,6 +104,33 @@ def stack(*groups: RangeSets) -> RangeSets:
     return RangeSets(np.concatenate([*starts, offsets[-1:]]), ranges)
 
 
+def behind(sets: RangeSets, first: Ints) -> RangeSets:
+    """What every set has at its ``first`` position and later ones."""
+    owner = np.repeat(np.arange(len(sets)), np.diff(sets.start))
+    start, end = np.maximum(sets.ranges[:, 0], first[owner]), sets.ranges[:, 1]
+    kept = start < end
+    per_set = np.bincount(owner[kept], minlength=len(sets))
+    return RangeSets(np.concatenate(([0], np.cumsum(per_set))), np.stack([start, end], axis=1)[kept])
+
+
+def with_queries(sets: RangeSets, num_shards: int, cached: int, stride: int = 1) -> tuple[RangeSets, int]:
+    """Sets, of which the first are shards, with those of the shards' tokens that have queries behind them, where some
+    are cached and have none; and how far each of these is behind its shard.
+
+    Args:
+        sets: in positions of stripes where the ``stride`` is not 1.
+        num_shards: of the sets.
+        cached: first tokens of all.
+        stride: of the order.
+    """
+    if not cached:
+        return sets, 0
+    shards, first = part(sets, 0, num_shards), np.full(num_shards, cached)
+    if stride > 1:
+        first = shards.ranges[:, 0] - (np.arange(stride) - cached) // stride
+    return stack(sets, behind(shards, first)), len(sets)
+
+
 def part(sets: RangeSets, first: int, count: int) -> RangeSets:
     """Sets ``first`` to ``first + count``, on their own."""
     start = sets.start[first : first + count + 1]

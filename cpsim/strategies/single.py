@@ -31,7 +31,9 @@ def plan_single(workload: Workload, cluster: Cluster, pass_: Pass, code: Impleme
 def plan_apart(workload: Workload, pass_: Pass, shards: RangeSets) -> Schedule:
     """Every rank computes its own shard; no query sees the keys of another rank."""
     ranks = np.arange(len(shards))
-    b, sizes = Builder(len(shards), shards, make_tiles(workload.slices(), shards, ranks, ranks)), Sizes(workload)
+    sets, behind = sharding.with_queries(shards, len(shards), workload.cached)
+    b = Builder(len(shards), sets, make_tiles(workload.slices(), sets, ranks + behind, ranks))
+    sizes, rows = Sizes(workload), sets.num_tokens()
     heads = (0, workload.num_heads, 0, workload.num_kv_heads)
     q_bytes, kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)
     dout_bytes = sizes.output(workload.num_heads)
@@ -40,11 +42,9 @@ def plan_apart(workload: Workload, pass_: Pass, shards: RangeSets) -> Schedule:
     backward = (*forward[0], *forward[1], ("dout", dout_bytes)), (("dq", q_bytes), ("dkv", kv_bytes))
     given, made = (
         [
-            (
-                b.buffers(name, shards.num_tokens() * width),
-                b.blocks(name, ranks, heads[2:] if "kv" in name else heads[:2]),
-            )
+            (b.buffers(name, rows[own] * width), b.blocks(name, own, heads[2:] if "kv" in name else heads[:2]))
             for name, width in side
+            for own in (ranks if "kv" in name else ranks + behind,)
         ]
         for side in (forward if pass_ == "fwd" else backward)
     )

@@ -2,7 +2,7 @@
 
 Reference: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509), section 3. Differs: Q, K and V travel in one
 all-to-all; key-value heads are replicated where there are fewer of them than ranks; heads can be cut into groups so
-that one group's all-to-all overlaps the attention of another.
+that one group's all-to-all overlaps the attention of another, and into chunks that share buffers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from cpsim.masks.tiles import make_tiles
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
+from cpsim.strategies.head_chunks import plan_head_chunks
 from cpsim.strategies.heads import Bundle, HeadExchange, check_heads
 from cpsim.strategies.others import CPSIM, Implementation, UlyssesCode
 from cpsim.strategies.others.wrapped import RowKernelEmitter
 
 
 def plan_ulysses(
-    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, head_groups: int = 1
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    code: Implementation = CPSIM,
+    *,
+    head_groups: int = 1,
+    head_chunks: int = 1,
+    buffers: int = 2,
 ) -> Schedule:
     """All tokens of some heads on every rank.
 
@@ -34,13 +42,25 @@ def plan_ulysses(
         workload, cluster, pass_: the case.
         code: whose implementation.
         head_groups: parts into which a rank's heads are cut; while one part is computed the next travels.
+        head_chunks: parts that share buffers, see ``cpsim.strategies.head_chunks``.
+        buffers: chunks that have buffers at a time; with one, exchanges and attention take turns.
 
     Raises:
-        InfeasibleError: the heads do not divide over the ranks or groups.
+        ScenarioError: a knob has no such value, or heads are cut twice.
+        InfeasibleError: the heads do not divide over the ranks, groups or chunks.
     """
-    if not isinstance(head_groups, int) or head_groups < 1:
-        raise ScenarioError(f"knobs.head_groups: expected a positive integer, got {head_groups!r}")
-    plan = _Ulysses(code.padded(workload, ulysses=cluster.num_gpus), cluster.num_gpus, head_groups)
+    for knob, value in (("head_groups", head_groups), ("head_chunks", head_chunks), ("buffers", buffers)):
+        if type(value) is not int or value < 1:
+            raise ScenarioError(f"knobs.{knob}: expected a positive integer, got {value!r}")
+    if head_chunks > 1 and head_groups > 1:
+        raise ScenarioError("knobs.head_chunks: heads are cut into groups or into chunks, got both; leave one out")
+    if head_chunks > 1 and code is not CPSIM:
+        raise InfeasibleError(f"{code.name} has no head_chunks; leave the knob out")
+    workload = code.padded(workload, ulysses=cluster.num_gpus)
+    _check(workload, cluster.num_gpus, head_groups)
+    if head_chunks > 1:
+        return plan_head_chunks(workload, cluster.num_gpus, pass_, head_chunks, buffers)
+    plan = _Ulysses(workload, cluster.num_gpus, head_groups)
     if code.ulysses is not None:
         return plan.one_by_one(pass_, code.ulysses)
     return plan.forward() if pass_ == "fwd" else plan.backward()
@@ -53,12 +73,18 @@ def ulysses_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str,
     return ({}, *({"head_groups": g} for g in groups))
 
 
-def _check_groups(workload: Workload, num_ranks: int, head_groups: int) -> None:
+def _check(workload: Workload, num_ranks: int, head_groups: int) -> None:
+    """Raise ``InfeasibleError`` where heads or tokens do not divide."""
+    check_heads("ulysses", workload, num_ranks, "ranks")
     per_rank, kv_per_rank = workload.num_heads // num_ranks, max(1, workload.num_kv_heads // num_ranks)
     if per_rank % head_groups or kv_per_rank % head_groups:
         raise InfeasibleError(
             f"ulysses with head_groups {head_groups} needs it to divide the heads of a rank, "
             f"got {per_rank} query and {kv_per_rank} key-value heads"
+        )
+    if workload.num_tokens % num_ranks:
+        raise InfeasibleError(
+            f"ulysses needs tokens divisible by ranks, got {workload.num_tokens} tokens on {num_ranks} GPUs"
         )
 
 
@@ -66,12 +92,6 @@ class _Ulysses:
     """One Ulysses schedule under construction."""
 
     def __init__(self, workload: Workload, num_ranks: int, head_groups: int) -> None:
-        check_heads("ulysses", workload, num_ranks, "ranks")
-        _check_groups(workload, num_ranks, head_groups)
-        if workload.num_tokens % num_ranks:
-            raise InfeasibleError(
-                f"ulysses needs tokens divisible by ranks, got {workload.num_tokens} tokens on {num_ranks} GPUs"
-            )
         self.workload, self.ranks, self.num_groups = workload, np.arange(num_ranks), head_groups
         shards = sharding.contiguous(workload.num_tokens, num_ranks)
         sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))

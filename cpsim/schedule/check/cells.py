@@ -16,8 +16,9 @@ class Cells:
     def __init__(self, s: Schedule, workload: Workload) -> None:
         self.s, self.num_tokens = s, workload.num_tokens
         self.num_heads = workload.num_heads, workload.num_kv_heads
+        self.cached = workload.cached
         self.groups_per_kv, self.of_group = workload.groups_per_kv, workload.num_tokens // workload.head_groups
-        ends = [s.sets.ranges.ravel(), s.tiles.rows[:, 1:].ravel(), [0, workload.num_tokens]]
+        ends = [s.sets.ranges.ravel(), s.tiles.rows[:, 1:].ravel(), [0, workload.cached, workload.num_tokens]]
         self.tokens = np.unique(np.concatenate([np.asarray(e, np.int64) for e in ends]))
         """Boundaries of the runs of tokens."""
         self.is_kv = np.array([t.endswith("kv") for t in s.block_tensors], bool)
@@ -57,7 +58,8 @@ class Cells:
         wider rows, and weights other ones."""
         kv = tensor.endswith("kv")
         tokens = self.tokens[:-1]
-        there = (tokens < self.num_tokens) & (not kv or tokens // self.of_group % self.groups_per_kv == 0)
+        there = (tokens < self.num_tokens) & (kv or self.s.tokens(tokens) >= self.cached)
+        there &= (not kv) | (tokens // self.of_group % self.groups_per_kv == 0)
         return np.logical_and.outer(there, self.heads[kv][:-1] < self.num_heads[kv])
 
     def of_set(self, token_set: int) -> Ints:

@@ -35,24 +35,28 @@ class RingTensors:
         """Every rank's whole shard of a tensor, ``[ranks]`` both."""
         return tensor[0], tensor[1][self.x.own]
 
-    def held(self, tensor: Access) -> Access:
-        """This access of the ranks whose rings have tokens."""
-        there = self.x.longest > 0
-        return tensor[0][there], tensor[1][self.x.own[there]]
+    def held(self, name: str, tensor: Access) -> Access:
+        """What a tensor of this name has of the ranks' own, for ranks whose rings have tokens."""
+        there, own = self.x.longest > 0, self.x.own if name.endswith("kv") else self.x.own_queries
+        return tensor[0][there], tensor[1][own[there]]
+
+    def rows(self, name: str) -> Ints:
+        """Tokens of every rank that a tensor of this name has, ``[ranks]``."""
+        return self.x.tokens if name.endswith("kv") else self.x.queries
 
     def given(self, tensor: str, width: int) -> Access:
         """Every rank's shard as an input of the schedule."""
-        made = self.b.buffers(tensor, self.x.tokens * width), self.blocks(tensor)
-        self.b.input(*self.held(made))
+        made = self.b.buffers(tensor, self.rows(tensor) * width), self.blocks(tensor)
+        self.b.input(*self.held(tensor, made))
         return made
 
     def result(self, tensor: str, width: int, extra: int = 0, *, summed: bool = True, output: bool = True) -> Access:
         """Buffers of a result, with its fp32 accumulator where partial results are summed in place."""
         summing = self.summing(width) if summed else 0
         name = tensor if output else f"{tensor} of group"
-        made = self.b.buffers(name, self.x.tokens * (width + extra + summing)), self.blocks(tensor)
+        made = self.b.buffers(name, self.rows(tensor) * (width + extra + summing)), self.blocks(tensor)
         if output:
-            self.b.output(*self.held(made))
+            self.b.output(*self.held(tensor, made))
         return made
 
     def summing(self, width: int) -> int:
@@ -80,7 +84,7 @@ class Ring(RingTensors):
     def forward(self, q: Access, kv: Access, out: Access) -> Ints:
         """All steps of a forward pass; returns the op of every rank that completes its output."""
         b, x, code = self.b, self.x, self.code
-        partial = b.buffers("out partial", x.tokens * (x.o_bytes + x.lse_bytes))
+        partial = b.buffers("out partial", x.queries * (x.o_bytes + x.lse_bytes))
         total = code.accumulator(out, "out", x.lse_bytes)
         entered = code.enter("fwd", self.ready)
         tails = self.pack_tails([q], x.q_bytes, entered)

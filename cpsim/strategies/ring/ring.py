@@ -68,10 +68,14 @@ def cut(
         return turned(cut(workload, num_ranks, chunks, inner, False, halves))
     mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
     source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
-    parts = halves and chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
+    parts = (
+        halves and not workload.cached and chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
+    )
     bounds = np.array([0, workload.num_tokens])
     if chunks == "striped":
         sets = sharding.stack(*sharding.striped_shards(workload.num_tokens, num_ranks))
+    elif chunks == "contiguous" and workload.cached:  # both parts are dealt out evenly
+        sets = sharding.document_contiguous(np.array([0, workload.cached, workload.num_tokens]), num_ranks)
     elif chunks == "contiguous":
         sets = sharding.contiguous(workload.num_tokens, num_ranks)
     elif chunks == "documents":
@@ -80,7 +84,8 @@ def cut(
         bounds = sharding.documents_of(mask, workload.num_tokens) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & parts, (source < ranks) & parts & (chunks != "striped")
-    return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride)
+    sets, queries = sharding.with_queries(sets, num_ranks, workload.cached, stride)
+    return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride, queries)
 
 
 def tiled(
@@ -91,14 +96,15 @@ def tiled(
     tails: NDArray[np.bool_],
     key_heads: NDArray[np.bool_],
     stride: int = 1,
+    queries: int = 0,
 ) -> Cut:
     """A cut from its sets, the shard whose keys every shard uses in each step, and where only parts of them count."""
     shards = np.arange(source.shape[1])
-    query_set = np.where(tails, len(sets) - len(shards) + shards, shards)
+    query_set = np.where(tails, len(sets) - len(shards) + shards, shards + queries)
     key_set = np.where(key_heads, len(shards) + source, source)
     stripes = stripe_bounds(int(sets.ranges.max(initial=0)), stride) if stride > 1 else None
     tiles, tile = make_tiles(mask, sets, query_set, key_set, stripes), 1 + np.arange(source.size).reshape(source.shape)
-    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride)
+    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride, queries=queries)
 
 
 def turned(cut: Cut) -> Cut:
@@ -111,7 +117,7 @@ def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implement
     """Ring attention on contiguous shards.
 
     Under a causal mask rank r has work in r + 1 of the P steps only. Others cut every document into P shards, ours
-    the packed sequence.
+    the packed sequence. Cached tokens are dealt out on their own, as evenly.
     """
     return plan_cut(workload, cluster, pass_, "contiguous" if code.ring is None else "documents", code.ring)
 

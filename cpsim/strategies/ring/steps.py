@@ -37,6 +37,8 @@ class Cut:
     """Stride of the order in which sets and tiles count."""
     first_set: int = 0
     """Where the sets are among those of a schedule of several cuts."""
+    queries: int = 0
+    """How far behind a shard the set of those of its tokens is that have queries; 0: all have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class Steps:
         tokens = cut.sets.num_tokens()
         self.shard_tokens, self.tokens, self.tail_rows = tokens[:shards], tokens[at], tokens[at - shards]
         """Tokens of every shard; of every rank, ``[ranks]``; and of the rank's tails."""
+        self.queries = tokens[at + cut.queries]
+        """Tokens of every rank that have queries, ``[ranks]``."""
         self.longest = self.shard_tokens[self.source].max(axis=0)
         """Tokens of the longest shard of every rank's ring, ``[ranks]``; rings without tokens do nothing."""
         self.head_rows = tokens[shards : 2 * shards]
@@ -105,6 +109,7 @@ class Steps:
             self.moves[track.leaves] = self.longest > 0
         self.num_sets = len(cut.sets) + gathers
         first_set = grid.part * self.num_sets
+        self.own_queries = first_set + at + cut.queries
         self.own, self.tail = first_set + at, first_set + len(cut.sets) - shards + at
         """Where a tensor's blocks of a rank's shard, and of its tails, are among all of its blocks; ``[ranks]``."""
         self.of_queries, self.of_keys = first_set + query_set, first_set + key_set

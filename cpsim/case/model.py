@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from cpsim.errors import nearest
 
@@ -27,6 +27,66 @@ class Lora:
         """Trained weights of a layer on each of `tp` ranks."""
         linears = model.linears(tp)
         return self.rank * sum(sum(linears[name]) for name in self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrent:
+    """A layer with a state instead of keys: gated linear attention or a state-space model.
+
+    A projection makes queries and keys of key heads, values and gates of value heads; a short convolution mixes
+    neighbours of the first three; the scan follows, a norm with a gate, and a projection back.
+
+    References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), figure 1; Dao, Gu, Transformers are SSMs (2024),
+    section 7.1 (queries are called C there, keys B and value heads heads).
+    """
+
+    kind: Literal["gated_delta", "mamba2"]
+    key_heads: int
+    """Of queries and keys, each of several value heads; Mamba-2's groups."""
+    value_heads: int
+    key_dim: int
+    """Elements of a head of queries and keys; Mamba-2's state."""
+    value_dim: int
+    """Elements of a head of values; Mamba-2's head dimension."""
+    conv: int = 4
+    """Tokens that the convolution sees."""
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that the convolution mixes."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a token and value head that say what the state keeps and takes: decay, and the delta rule's
+        strength."""
+        return 2 if self.kind == "gated_delta" else 1
+
+    @property
+    def projected(self) -> int:
+        """Elements that the projection makes of a token; the norm's gates are as many as values."""
+        return self.channels + self.values + self.gates * self.value_heads
+
+    @property
+    def state_elements(self) -> int:
+        """Of the states of all heads."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def transition_elements(self) -> int:
+        """Of what a shard of tokens multiplies states with: a matrix of each head, or a number."""
+        return self.value_heads * (self.key_dim**2 if self.kind == "gated_delta" else 1)
+
+    def small_parameters(self) -> int:
+        """Weights beside both projections: of the convolution and its biases (Mamba-2), gates, skip (Mamba-2), norm."""
+        mamba = self.kind == "mamba2"
+        of_heads = (3 if mamba else 2) * self.value_heads
+        return (self.conv + mamba) * self.channels + of_heads + (self.values if mamba else self.value_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

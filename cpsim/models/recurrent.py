@@ -11,7 +11,7 @@ heads. Time is linear in tokens, and documents only shorten the walk.
 Parameters are fitted to isolated kernels on one GPU (``python -m cpsim.calibrate.fit_recurrent``) and moved to others:
 traffic by memory bandwidth, steps by clock, calls not at all.
 
-References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), section 3.3 (chunks of the gated delta rule); Dao, Gu,
+References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), section 3.3 (chunks of the delta rule); Dao, Gu,
 Transformers are SSMs (2024), section 6 (chunks of SSD); which tensors kernels read and write: flash-linear-attention
 0.6, ops/gated_delta_rule/chunk.py and ops/kda/chunk.py, and mamba-ssm 2.3, ops/triton/ssd_combined.py.
 Differs: products of a chunk hide behind its traffic; autotuned block sizes are not distinguished.
@@ -29,6 +29,7 @@ from typing import Final
 import numpy as np
 
 from cpsim.case.gpu import Gpu
+from cpsim.case.model import Recurrent
 from cpsim.errors import NotMeasuredError
 
 ELEMENT_BYTES: Final = 2
@@ -151,6 +152,33 @@ class RecurrentCosts:
         return self.scans[kernel, pass_]
 
 
+def scan_of(layer: Recurrent, parts: int = 1) -> Scan:
+    """The scan of a layer, or of a share of its heads: key heads are never less than one."""
+    return Scan(
+        kernel=layer.kind,
+        key_heads=max(1, layer.key_heads // parts),
+        value_heads=layer.value_heads // parts,
+        key_dim=layer.key_dim,
+        value_dim=layer.value_dim,
+        chunk=CHUNK[layer.kind],
+    )
+
+
+def saved_bytes(layer: Recurrent, tokens: int) -> int:
+    """What a scan keeps for its backward pass beside its inputs and output: gates in fp32, and of the delta rule a
+    matrix of pairs of each chunk; states of chunks are made again.
+
+    Source: the same packages (``save_for_backward``).
+    """
+    pairs = ELEMENT_BYTES * CHUNK[layer.kind] if layer.kind != "mamba2" else 0
+    return tokens * layer.value_heads * (4 * layer.gates + pairs)
+
+
+def states_bytes(layer: Recurrent, tokens: int) -> int:
+    """States of all chunks, which a pass has while it runs; mamba-ssm's are fp32."""
+    return (4 if layer.kind == "mamba2" else 2) * -(-tokens // CHUNK[layer.kind]) * layer.state_elements
+
+
 DATA: Final = Path(__file__).parent.with_name("data") / "recurrent.json"
 
 
@@ -160,7 +188,7 @@ def measured(path: Path = DATA) -> RecurrentCosts:
     row = json.loads(path.read_text(encoding="utf-8"))
     scans = {tuple(name.split()): ScanParams(**each) for name, each in row["scans"].items()}
     sweeps = {name: SweepParams(**each) for name, each in row["sweeps"].items()}
-    return RecurrentCosts(gpu=row["gpu"], source=row["source"], scans=scans, sweeps=sweeps, sigma=row["sigma"])  # type: ignore[arg-type]
+    return RecurrentCosts(gpu=row["gpu"], source=row["source"], scans=scans, sweeps=sweeps, sigma=row["sigma"])
 
 
 def costs_on(gpu: Gpu, known: Gpu, costs: RecurrentCosts) -> RecurrentCosts:
@@ -172,7 +200,7 @@ def costs_on(gpu: Gpu, known: Gpu, costs: RecurrentCosts) -> RecurrentCosts:
         costs: of it.
     """
     memory = known.memory_bandwidth_bytes_per_s / gpu.memory_bandwidth_bytes_per_s
-    clock = known.boost_clock_hz / gpu.boost_clock_hz
+    clock = known.clock_hz / gpu.clock_hz
     sms = gpu.num_sms / known.num_sms
     scans = {
         name: ScanParams(call_s=p.call_s, byte_s=p.byte_s * memory, step_s=p.step_s * clock, slots=p.slots * sms)

@@ -123,7 +123,7 @@ class Experts:
             ),
             *there,
             *self._gradients("down", arrived, "expert swiglu", "dexpert swiglu"),
-            self._swiglu("swiglu_bwd", gates, "dexpert gate up", 2 * self.inner),
+            self._swiglu("swiglu_bwd", gates, "dexpert gate up", (1 + self.model.gated) * self.inner),
             *self._gradients("gate_up", "dexpert gate up", rows, "drows"),
             *back,
             Node(self._sums(), returned, {"dh sent": hidden}),

@@ -181,8 +181,12 @@ class ModelSection(BaseModel):
         for name in ("attention_layers", "bare_layers"):
             if getattr(self, name) and not self.recurrent:
                 raise ValueError(f"{name}: belongs to a model with states; name recurrent or leave {name} out")
-        if (self.attention_layers or 0) + (self.bare_layers or 0) > self.layers:
-            raise ValueError(f"attention_layers: expected at most {self.layers} layers with bare_layers")
+        attend, bare = self.attention_layers or 0, self.bare_layers or 0
+        if attend >= self.layers or attend + bare > self.layers:
+            raise ValueError(
+                f"attention_layers: expected less than {self.layers} layers, and as many as these with bare_layers; "
+                f"got {attend} and {bare}"
+            )
         for name in ("window", "kv_rank", "dense_layers"):
             if self.recurrent and getattr(self, name):
                 raise ValueError(f"recurrent: does not go with {name}; leave one of them out")

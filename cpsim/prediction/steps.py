@@ -138,8 +138,8 @@ class StepCase:
         parallel.check(model, self.cluster)
         their.check(parallel, model, compiled)
         recipe = self._recipe(their, compiled)
-        if model.recurrent and (recipe or scenario.offload or scenario.attends_in_fp8):
-            raise InfeasibleError("model: layers with a state are predicted in bf16 and without offload; leave it out")
+        if model.recurrent and (scenario.offload or scenario.attends_in_fp8):
+            raise InfeasibleError("model: steps with a state are predicted without offload and with attention in bf16")
         if scenario.offload:
             check_offload(their, parallel)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)

@@ -50,7 +50,10 @@ WIDTH: Final = 4
 """Tokens that a short convolution sees."""
 TOKENS: Final = (8192, 1024, 65536, 32768, 2048, 16384, 131072, 4096)
 FEW: Final = 3
-"""Configurations that a kernel chooses among: those nearest to 4 warps and 3 stages."""
+"""Configurations that a kernel chooses among: those nearest to 4 warps and 3 stages; one of norms, which are compiled
+anew for every number of rows (``NB``)."""
+COMPILED: Final = 2048
+"""Tokens of calls that only compile: arguments are then as divisible as those of longer ones."""
 THREADS: Final = 6
 """That compile, of a process."""
 TUNING_MS: Final = (3, 12)
@@ -361,10 +364,13 @@ def families() -> list[Family]:
     for i, family in enumerate(FAMILIES):
         checks = (partial(check, scan=family),) if family in SMALL else ()
         fit = [scan for scan in shapes(family) if scan.kept_bytes() < MAX_BYTES]
-        found.insert(2 * i, Family(family, (*checks, *(partial(measure_scan, scan=scan) for scan in fit))))
+        found.insert(
+            2 * i,
+            Family(replace(family, lens=(COMPILED,)), (*checks, *(partial(measure_scan, scan=scan) for scan in fit))),
+        )
     for family in (QWEN3_NEXT, NEMOTRON_H):
         scans = tuple(partial(measure_scan, scan=scan) for scan in packed(family))
-        found.insert(4, Family(replace(family, lens=(128, 128)), scans))
+        found.insert(4, Family(replace(family, lens=(COMPILED // 2,) * 2), scans))
     return found
 
 
@@ -394,10 +400,13 @@ def few_configurations() -> None:
 
     plain = Autotuner.__init__
 
+    def distance(config: Any) -> float:
+        rows = config.kwargs.get("BT", 32)  # of a norm
+        return abs(math.log2(config.num_warps / 4)) + abs(config.num_stages - 3) / 2 + abs(math.log2(rows / 32))
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
-        near = sorted(self.configs, key=lambda c: abs(math.log2(c.num_warps / 4)) + abs(c.num_stages - 3) / 2)
-        self.configs = near[:FEW]
+        self.configs = sorted(self.configs, key=distance)[: 1 if "NB" in self.keys else FEW]
 
     Autotuner.__init__ = init
 
@@ -439,7 +448,7 @@ def compile_family(num: int) -> str:
         _, backward = both_passes(small, device)
         backward()()
     else:
-        forward, wanted = sweep_calls(*small, 256, device)
+        forward, wanted = sweep_calls(*small, COMPILED, device)
         gradients(lambda: (forward(),), wanted)()
     torch.cuda.synchronize()
     return f"{small} {time.monotonic() - started:.0f} s {problems or ''}"

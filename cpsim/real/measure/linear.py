@@ -402,11 +402,11 @@ def few_configurations() -> None:
 
     def distance(config: Any) -> float:
         rows = config.kwargs.get("BT", 32)  # of a norm
-        return abs(math.log2(config.num_warps / 4)) + abs(config.num_stages - 3) / 2 + abs(math.log2(rows / 32))
+        return float(abs(math.log2(config.num_warps / 4)) + abs(config.num_stages - 3) / 2 + abs(math.log2(rows / 32)))
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
-        self.configs = sorted(self.configs, key=distance)[: 1 if "NB" in self.keys else FEW]
+        self.configs = sorted(self.configs, key=distance)[: 1 if "NB" in getattr(self, "keys", ()) else FEW]
 
     Autotuner.__init__ = init
 

@@ -40,6 +40,8 @@ def once_a_rank(code: LayerCode, model: Model, ep: int) -> LayerCode:
     Source: deepseek-ai/DeepEP, README; NVIDIA/Megatron-LM, core_v0.15.0, transformer/moe/token_dispatcher.py
     (MoEFlexTokenDispatcher).
     """
+    if not model.experts:
+        return code
     share = ep * (1 - (1 - 1 / ep) ** model.top_k) / model.top_k
 
     def sent(node: Node) -> Node:

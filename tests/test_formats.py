@@ -11,7 +11,7 @@ import pytest
 from cpsim.case.formats import check_written, launch_text, read_foreign
 from cpsim.case.formats.megatron import _layout
 from cpsim.case.load import scenario_from
-from cpsim.case.model import MODELS, PUBLISHED, Model, known_model, model_from
+from cpsim.case.model import MODELS, PUBLISHED, known_model, model_from
 from cpsim.case.resolve import parallel_of
 from cpsim.errors import ScenarioError
 
@@ -91,7 +91,7 @@ RIGHT = {
 """What the fields of a file are, or some of them."""
 WRONG = {
     "llama4.json": "line 7: llama4 cannot be predicted: three of four layers attend within chunks",
-    "nemotron-order.json": "line 8: hybrid_override_pattern: expected 52 of M (Mamba-2), * (attention), and - or E (MLP)",
+    "nemotron-order.json": "line 8: hybrid_override_pattern: expected 52 of M (Mamba-2), * (attention), and - or E",
     "gpt2.json": "line 5: gpt2 cannot be predicted: layers have LayerNorm",
     "layers-in-words.json": "line 12: num_hidden_layers: expected a whole number from 1, got 'thirty-two'",
     "pipeline.toml": "line 7: pipelines of torchtitan are not predicted, got 8",

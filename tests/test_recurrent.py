@@ -23,7 +23,7 @@ from cpsim.prediction.step.layer import Gemm
 from cpsim.prediction.step.recurrent import cut
 from cpsim.strategies.states import traffic
 
-POINTS = Path(__file__).parents[1] / "data" / "points" / "published" / "h100-scans.jsonl"
+POINTS = Path(__file__).parents[1] / "data" / "points" / "h200" / "h200-linear.jsonl"
 GDN = Recurrent(kind="gated_delta", key_heads=8, value_heads=16, key_dim=128, value_dim=128)
 MAMBA = Recurrent(kind="mamba2", key_heads=8, value_heads=32, key_dim=128, value_dim=64)
 PLAIN = Model(layers=8, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=8192, vocab=32000)
@@ -205,31 +205,42 @@ def test_a_fit_finds_what_points_were_made_of() -> None:
 
 
 def test_the_shipped_costs_are_the_fit_of_the_committed_points() -> None:
-    rows, errors = fit(load(POINTS), "h100")
+    rows, errors = fit(load(POINTS), "h200")
     assert json.loads(DATA.read_text(encoding="utf-8")) == rows
     for name, each in errors.items():
-        assert np.abs(each).mean() < 0.05, name
+        assert np.abs(each).mean() < (0.12 if name.startswith("mamba2") else 0.035), name
+
+
+def test_kernels_computed_what_the_recurrence_does() -> None:
+    """Outputs and gradients of every input, in bf16 against fp32."""
+    found = {p["kernel"]: p["relative_errors"] for p in load(POINTS).of("check")}
+    assert found.keys() == {"gated_delta", "mamba2"}
+    assert max(max(errors) for errors in found.values()) < 0.01
 
 
 def test_the_walk_explains_what_documents_save() -> None:
-    """Published: 8,192 tokens take 0.259 ms as one sequence, 0.221 with 6,144 of them in the longest, 0.184 with 4,096.
-    Bytes are the same, so that steps of the longest sequence are all that differs."""
-    costs = measured()
+    """Published on H100, and not fitted: 8,192 tokens take 0.259 ms as one sequence, 0.221 with 6,144 of them in the
+    longest, 0.184 with 4,096. Bytes are the same, so that steps of the longest sequence are all that differs."""
+    costs = costs_on(gpus()["h100"], gpus()["h200"], measured())
     scan = replace(SCAN, key_heads=2, value_heads=8)
     alone, most, half = (1e3 * costs.scan_s(scan, "fwd", lens) for lens in ((8192,), (6144, 2048), (4096, 4096)))
-    assert alone - most == pytest.approx(0.259 - 0.221, rel=0.15)
-    assert most - half == pytest.approx(0.221 - 0.184, rel=0.15)
+    assert alone - most == pytest.approx(0.259 - 0.221, rel=0.25)
+    assert most - half == pytest.approx(0.221 - 0.184, rel=0.3)
 
 
 def test_other_gpus_follow_memory_and_clock() -> None:
     costs, h100, h200 = measured(), gpus()["h100"], gpus()["h200"]
-    there = costs_on(h200, h100, costs)
+    there = costs_on(h100, h200, costs)
+    memory = h200.memory_bandwidth_bytes_per_s / h100.memory_bandwidth_bytes_per_s
     for pass_ in ("fwd", "bwd"):
         before, after = costs.scan_s(SCAN, pass_, (65536,)), there.scan_s(SCAN, pass_, (65536,))
-        memory = h100.memory_bandwidth_bytes_per_s / h200.memory_bandwidth_bytes_per_s
-        assert memory * before <= after <= before
-    same = costs_on(h100, h100, costs)
-    assert same.scan_s(SCAN, "fwd", (T,)) == costs.scan_s(SCAN, "fwd", (T,))
+        assert before <= after <= memory * before
+    same = costs_on(h200, h200, costs)
+    assert same.scan_s(SCAN, "fwd", (T,)) == pytest.approx(costs.scan_s(SCAN, "fwd", (T,)), rel=1e-12)
+    twice = replace(h200, num_sms=2 * h200.num_sms, memory_bandwidth_bytes_per_s=2 * h200.memory_bandwidth_bytes_per_s)
+    fast = costs_on(twice, h200, costs)
+    bytes_s = [one.scans["gated_delta", "fwd"].byte_s for one in (costs, fast)]
+    assert bytes_s[1] == pytest.approx(bytes_s[0] / 2, rel=1e-12)
 
 
 def test_heads_lose_to_states_for_long_sequences() -> None:

@@ -1,7 +1,7 @@
 """Fits scans of layers with a state, and the memory-bound kernels that go with them.
 
-    python -m cpsim.calibrate.fit_recurrent data/points/published/h100-scans.jsonl
-    python -m cpsim.calibrate.fit_recurrent --check data/points/published/h100-scans.jsonl
+    python -m cpsim.calibrate.fit_recurrent data/points/h200/h200-linear.jsonl
+    python -m cpsim.calibrate.fit_recurrent --gpu h100 --check data/points/published/h100-scans.jsonl
 
 Writes `cpsim/data/recurrent.json`; `--check` says errors alone. Every third point of a kernel is held out of a first
 fit, whose errors on these points are the sigma; parameters come from all points.
@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 RESIDENT: Final = (1.0, 0.5, 1.5, 2.0, 3.0, 4.0)
 """Thread blocks of a walk on an SM, of which the best is taken, the first where all are as good."""
 HELD_OUT: Final = 3
-KINDS: Final = ("short_conv", "gated_norm", "grouped_norm")
+KINDS: Final = tuple(f"{kind}{end}" for kind in ("short_conv", "gated_norm", "grouped_norm") for end in ("", "_bwd"))
 LEAST_BYTES: Final = 4e6
 BACKWARD_STEPS: Final = 2.0
 ESTIMATED_SIGMA: Final = 0.3
@@ -110,7 +110,7 @@ def fit(found: Measurements, gpu: str) -> tuple[dict[str, Any], dict[str, Floats
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--gpu", default="h100", help="its description in cpsim/data/gpus.json")
+    parser.add_argument("--gpu", default="h200", help="its description in cpsim/data/gpus.json")
     parser.add_argument("--check", action="store_true", help="say errors, write nothing")
     args = parser.parse_args()
     found = load(args.file)

@@ -8,8 +8,9 @@ of the scan counts as traffic, states of chunks included. One kernel walks over 
 thread block for each head and block of values: where these are fewer than a GPU holds, its time does not fall with
 heads. Time is linear in tokens, and documents only shorten the walk.
 
-Parameters are fitted to isolated kernels on one GPU (``python -m cpsim.calibrate.fit_recurrent``) and moved to others:
-traffic by memory bandwidth, steps by clock, calls not at all.
+Parameters are fitted to isolated kernels of one GPU (``python -m cpsim.calibrate.fit_recurrent``) and moved to others as
+other kernels are: traffic is bound by memory or, as these kernels reach a share of its bandwidth, by SMs and their
+clock, which overlap; steps follow the clock; calls stay.
 
 References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), section 3.3 (chunks of the delta rule); Dao, Gu,
 Transformers are SSMs (2024), section 6 (chunks of SSD); which tensors kernels read and write: flash-linear-attention
@@ -33,6 +34,8 @@ from cpsim.case.model import Recurrent
 from cpsim.errors import NotMeasuredError
 
 ELEMENT_BYTES: Final = 2
+OVERLAP: Final = 6.0
+"""How well memory and programs hide behind each other: exponent of a smooth maximum, as in ``cpsim.models.derive``."""
 VALUE_BLOCK: Final = 64
 """Elements of a head of values that a thread block of the walk has."""
 CHUNK: Final = {"gated_delta": 64, "kda": 64, "mamba2": 128}
@@ -199,14 +202,20 @@ def costs_on(gpu: Gpu, known: Gpu, costs: RecurrentCosts) -> RecurrentCosts:
         known: that was measured.
         costs: of it.
     """
-    memory = known.memory_bandwidth_bytes_per_s / gpu.memory_bandwidth_bytes_per_s
     clock = known.clock_hz / gpu.clock_hz
     sms = gpu.num_sms / known.num_sms
+
+    def moved(byte_s: float) -> float:
+        here, there = (1 / one.memory_bandwidth_bytes_per_s for one in (known, gpu))
+        programs = max(0.0, byte_s**OVERLAP - here**OVERLAP) ** (1 / OVERLAP) * clock / sms
+        bound = min(byte_s, here) * there / here
+        return float((programs**OVERLAP + bound**OVERLAP) ** (1 / OVERLAP))
+
     scans = {
-        name: ScanParams(call_s=p.call_s, byte_s=p.byte_s * memory, step_s=p.step_s * clock, slots=p.slots * sms)
+        name: ScanParams(call_s=p.call_s, byte_s=moved(p.byte_s), step_s=p.step_s * clock, slots=p.slots * sms)
         for name, p in costs.scans.items()
     }
-    sweeps = {name: SweepParams(latency_s=p.latency_s, byte_s=p.byte_s * memory) for name, p in costs.sweeps.items()}
+    sweeps = {name: SweepParams(latency_s=p.latency_s, byte_s=moved(p.byte_s)) for name, p in costs.sweeps.items()}
     return RecurrentCosts(gpu=gpu.name, source=costs.source, scans=scans, sweeps=sweeps, sigma=costs.sigma)
 
 

@@ -114,8 +114,9 @@ class Scans:
             scans = [s + costs.own_state_s(scan, pass_, shard) for s, shard in zip(scans, shards, strict=True)]
         which = PASSES.index(pass_)
         channels, values = (tokens * n // self.tp for n in (self.layer.channels, self.layer.values))
-        swept = costs.sweep_s("short_conv", SWEPT["short_conv"][which] * channels)
-        swept += costs.sweep_s(NORMS[self.layer.kind], SWEPT["norm"][which] * values)
+        end = "_bwd" * which
+        swept = costs.sweep_s(f"short_conv{end}", SWEPT["short_conv"][which] * channels)
+        swept += costs.sweep_s(f"{NORMS[self.layer.kind]}{end}", SWEPT["norm"][which] * values)
         found = dict[str, float]({f"attention {pass_}": max(scans) * self.slowest, "elementwise of layers": swept})
         for name, seconds in self._exchanged(sent).items():
             found[name] = found.get(name, 0.0) + seconds

@@ -8,8 +8,8 @@ of the scan counts as traffic, states of chunks included. One kernel walks over 
 thread block for each head and block of values: where these are fewer than a GPU holds, its time does not fall with
 heads. Time is linear in tokens, and documents only shorten the walk.
 
-Parameters are fitted to isolated kernels of one GPU (``python -m cpsim.calibrate.fit_recurrent``) and moved to others as
-other kernels are: traffic is bound by memory or, as these kernels reach a share of its bandwidth, by SMs and their
+Parameters are fitted to isolated kernels of one GPU (``python -m cpsim.calibrate.fit_recurrent``) and moved to others
+as other kernels are: traffic is bound by memory or, as these kernels reach a share of its bandwidth, by SMs and their
 clock, which overlap; steps follow the clock; calls stay.
 
 References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), section 3.3 (chunks of the delta rule); Dao, Gu,

@@ -84,6 +84,7 @@ def compare() -> None:
     for line in lines():
         one = row(line)
         said, key = before[one.name], json.dumps(one.fields)
+        assert one.time_s is not None
         if key not in known:
             known[key] = predicted(one).time_s or 0.0
         errors.append((said["time_s"] / one.time_s - 1, known[key] / one.time_s - 1))

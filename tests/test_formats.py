@@ -11,7 +11,7 @@ import pytest
 from cpsim.case.formats import check_written, launch_text, read_foreign
 from cpsim.case.formats.megatron import _layout
 from cpsim.case.load import scenario_from
-from cpsim.case.model import MODELS, PUBLISHED, Model, known_model
+from cpsim.case.model import MODELS, PUBLISHED, known_model, model_from
 from cpsim.case.resolve import parallel_of
 from cpsim.errors import ScenarioError
 
@@ -35,6 +35,9 @@ SHAPES = {
     "deepseek-v3.json": "deepseek-v3",
     "deepseek.sh": "deepseek-v3",
     "kimi-k2.sh": "kimi-k2",
+    "qwen3-next.json": "qwen3-next-80b-a3b",
+    "nemotron-h-8b.json": "nemotron-h-8b",
+    "nemotron-3-nano.json": "nemotron-3-nano-30b-a3b",
 }
 """Files that hold the dimensions of a model that ships."""
 RIGHT = {
@@ -88,6 +91,7 @@ RIGHT = {
 """What the fields of a file are, or some of them."""
 WRONG = {
     "llama4.json": "line 7: llama4 cannot be predicted: three of four layers attend within chunks",
+    "nemotron-order.json": "line 8: hybrid_override_pattern: expected 52 of M (Mamba-2), * (attention), and - or E",
     "gpt2.json": "line 5: gpt2 cannot be predicted: layers have LayerNorm",
     "layers-in-words.json": "line 12: num_hidden_layers: expected a whole number from 1, got 'thirty-two'",
     "pipeline.toml": "line 7: pipelines of torchtitan are not predicted, got 8",
@@ -132,7 +136,7 @@ def test_every_file_is_read_or_refused():
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_those_that_ship(name):
     reading = read_foreign(FOLDER / name)
-    assert Model(**reading.fields["model"]) == MODELS[SHAPES[name]]
+    assert model_from(reading.fields["model"]) == MODELS[SHAPES[name]]
     assert reading.said
 
 

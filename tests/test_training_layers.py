@@ -18,7 +18,9 @@ from cpsim.schedule.transformer import MAKER, PRODUCTS
 H200 = load_profile("h200")
 TOKENS = 8192
 TPS = (1, 2, 4, 8)
-BOTH = pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.experts])
+BOTH = pytest.mark.parametrize(
+    "name", [name for name, model in MODELS.items() if not (model.experts or model.recurrent)]
+)
 BY_TP = pytest.mark.parametrize("tp", TPS)
 MEASURED = {
     gpu: [point for path in sorted((DATA / "points").rglob(f"{gpu}-layers*.jsonl")) for point in load(path).of("layer")]

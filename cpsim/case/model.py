@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 from cpsim.errors import nearest
 
@@ -27,6 +28,66 @@ class Lora:
         """Trained weights of a layer on each of `tp` ranks."""
         linears = model.linears(tp)
         return self.rank * sum(sum(linears[name]) for name in self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrent:
+    """A layer with a state instead of keys: gated linear attention or a state-space model.
+
+    A projection makes queries and keys of key heads, values and gates of value heads; a short convolution mixes
+    neighbours of the first three; the scan follows, a norm with a gate, and a projection back.
+
+    References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), figure 1; Dao, Gu, Transformers are SSMs (2024),
+    section 7.1 (queries are called C there, keys B and value heads heads).
+    """
+
+    kind: Literal["gated_delta", "mamba2"]
+    key_heads: int
+    """Of queries and keys, each of several value heads; Mamba-2's groups."""
+    value_heads: int
+    key_dim: int
+    """Elements of a head of queries and keys; Mamba-2's state."""
+    value_dim: int
+    """Elements of a head of values; Mamba-2's head dimension."""
+    conv: int = 4
+    """Tokens that the convolution sees."""
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that the convolution mixes."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a token and value head that say what the state keeps and takes: decay, and the delta rule's
+        strength."""
+        return 2 if self.kind == "gated_delta" else 1
+
+    @property
+    def projected(self) -> int:
+        """Elements that the projection makes of a token; the norm's gates are as many as values."""
+        return self.channels + self.values + self.gates * self.value_heads
+
+    @property
+    def state_elements(self) -> int:
+        """Of the states of all heads."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def transition_elements(self) -> int:
+        """Of what a shard of tokens multiplies states with: a matrix of each head, or a number."""
+        return self.value_heads * (self.key_dim**2 if self.kind == "gated_delta" else 1)
+
+    def small_parameters(self) -> int:
+        """Weights beside both projections: of the convolution and its biases (Mamba-2), gates, skip (Mamba-2), norm."""
+        mamba = self.kind == "mamba2"
+        of_heads = (3 if mamba else 2) * self.value_heads
+        return (self.conv + mamba) * self.channels + of_heads + (self.values if mamba else self.value_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +132,34 @@ class Model:
     """Elements of a head of values; 0: as `head_dim`."""
     dense_layers: int = 0
     """Layers before those with experts, whose MLP is dense."""
+    gated: bool = True
+    """Whether the MLP is SwiGLU's; without a gate it is one squared ReLU between two linear layers, experts' too."""
+    recurrent: Recurrent | None = None
+    """Layers with a state instead of keys; None: all layers attend."""
+    attention_layers: int = 0
+    """Layers that attend all the same."""
+    bare_layers: int = 0
+    """Layers with a state that have no MLP."""
+
+    @property
+    def bare(self) -> bool:
+        """Whether no layer has an MLP."""
+        return self.bare_layers == self.layers
+
+    @property
+    def kinds(self) -> tuple[tuple[float, Model], ...]:
+        """Kinds of layers: the share of each, and the model if all layers were of that kind."""
+        if self.recurrent is None or not (self.attention_layers or 0 < self.bare_layers < self.layers):
+            return ((1.0, self),)
+        alike = replace(self, attention_layers=0, bare_layers=0)
+        bare = replace(alike, bare_layers=self.layers, experts=0, top_k=0, shared_experts=0, expert_ffn=0)
+        others = self.layers - self.attention_layers - self.bare_layers
+        counts = (self.attention_layers, replace(alike, recurrent=None)), (others, alike), (self.bare_layers, bare)
+        return tuple((count / self.layers, model) for count, model in counts if count)
+
+    def _mean(self, of: Callable[[Model], float]) -> int:
+        """Of a layer, where layers differ."""
+        return round(sum(share * of(model) for share, model in self.kinds))
 
     @property
     def inner(self) -> int:
@@ -84,6 +173,8 @@ class Model:
 
     def attended(self, tp: int) -> int:
         """Elements of a token's queries, keys and values on each of `tp` ranks."""
+        if self.recurrent:
+            return self.recurrent.channels // tp
         return (self.heads * self.head_dim + self.kv_heads * (self.head_dim + self.values)) // tp
 
     @property
@@ -107,8 +198,12 @@ class Model:
 
         Reference: Shoeybi et al., Megatron-LM (2019), section 3; DeepSeek-V2 (2024), equations 9 to 13.
         """
-        inner = self.shared_experts * self.inner if self.experts else self.ffn
-        mlp = {"gate_up": (self.hidden, 2 * inner // tp), "down": (inner // tp, self.hidden)}
+        inner = 0 if self.bare else self.shared_experts * self.inner if self.experts else self.ffn
+        mlp = {"gate_up": (self.hidden, (1 + self.gated) * inner // tp), "down": (inner // tp, self.hidden)}
+        if self.recurrent:
+            projected, values = self.recurrent.projected // tp, self.recurrent.values // tp
+            mixer = {"qkv": (self.hidden, projected), "proj": (values, self.hidden)}
+            return {**mixer, **(mlp if inner else {})}
         return {
             **(self._latent(tp) if self.kv_rank else {"qkv": (self.hidden, self.attended(tp))}),
             "proj": (self.heads * self.values // tp, self.hidden),
@@ -128,36 +223,49 @@ class Model:
 
     def expert(self, tp: int) -> dict[str, tuple[int, int]]:
         """(input, output) elements of a routed expert's linear layers on each of `tp` ranks."""
-        return {"gate_up": (self.hidden, 2 * self.inner // tp), "down": (self.inner // tp, self.hidden)}
+        return {"gate_up": (self.hidden, (1 + self.gated) * self.inner // tp), "down": (self.inner // tp, self.hidden)}
 
     def products(self) -> int:
-        """Multiplications of one token in the matrix products of a layer, forward: FLOP are twice as many."""
+        """Multiplications of one token in the matrix products of a layer, forward: FLOP are twice as many. Of a state,
+        what a token adds to it, reads of it, and what the delta rule takes from it."""
+        if len(self.kinds) > 1:
+            return self._mean(Model.products)
         dense = sum(inner * outer for inner, outer in self.linears(1).values())
         routed = sum(inner * outer for inner, outer in self.expert(1).values())
+        if self.recurrent:
+            dense += (1 + self.recurrent.gates) * self.recurrent.state_elements
         return dense + self.hidden * self.experts + self.top_k * routed
 
     def expert_parameters(self, tp: int) -> int:
         """Weights of all routed experts of a layer, each cut by `tp`."""
+        if len(self.kinds) > 1:
+            return self._mean(lambda model: model.expert_parameters(tp))
         return self.experts * sum(inner * outer for inner, outer in self.expert(tp).values())
 
     def layer_parameters(self, tp: int) -> int:
         """Weights of a layer on each of `tp` ranks, with all experts; norms and the router are on all of them."""
+        if len(self.kinds) > 1:
+            return self._mean(lambda model: model.layer_parameters(tp))
         dense = sum(inner * outer for inner, outer in self.linears(tp).values())
         return dense + self.whole_parameters() + self.expert_parameters(tp)
 
     def whole_parameters(self) -> int:
-        """Weights of a layer's norms and of its router, which no rank cuts."""
-        return (2 + self.experts) * self.hidden + self.q_rank + self.kv_rank
+        """Weights of a layer's norms and of its router, which no rank cuts, and small ones of a layer with a state."""
+        if len(self.kinds) > 1:
+            return self._mean(Model.whole_parameters)
+        small = self.recurrent.small_parameters() if self.recurrent else 0
+        return (2 - self.bare + self.experts) * self.hidden + self.q_rank + self.kv_rank + small
 
     def more_dense(self, tp: int) -> int:
         """Weights by which a layer with a dense MLP has more than one with experts, these aside."""
         shared = self.shared_experts * self.inner
-        return 3 * self.hidden * (self.ffn - shared) // tp - self.experts * self.hidden
+        return (2 + self.gated) * self.hidden * (self.ffn - shared) // tp - self.experts * self.hidden
 
     def parameters(self) -> int:
         """Weights of the whole model."""
         dense = self.dense_layers * (self.more_dense(1) - self.expert_parameters(1))
-        return self.layers * self.layer_parameters(1) + dense + 2 * self.vocab * self.hidden + self.hidden
+        layers = sum(round(share * self.layers) * model.layer_parameters(1) for share, model in self.kinds)
+        return layers + dense + 2 * self.vocab * self.hidden + self.hidden
 
     def size(self) -> str:
         """Weights in words, e.g. ``8.03 billion parameters``."""
@@ -169,8 +277,8 @@ class Model:
         """Weights that a token passes: all but those of the experts that it is not sent to."""
         if not self.experts:
             return self.parameters()
-        idle = self.expert_parameters(1) // self.experts * (self.experts - self.top_k)
-        return self.parameters() - (self.layers - self.dense_layers) * idle
+        idle = sum(inner * outer for inner, outer in self.expert(1).values()) * (self.experts - self.top_k)
+        return self.parameters() - (self.layers - self.dense_layers - self.bare_layers) * idle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,12 +302,18 @@ class Published:
         return f"{self.name} cannot be predicted: {self.why}; nearest that can: {self.nearest}"
 
 
+def model_from(fields: Mapping[str, Any]) -> Model:
+    """A model of the fields of a file."""
+    state = fields.get("recurrent")
+    return Model(**{**fields, "recurrent": Recurrent(**state) if state else None})
+
+
 def _published() -> dict[str, Published]:
     shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("models.json").read_text(encoding="utf-8"))
     found = {}
     for name, entry in shipped["models"].items():
         hub, caveats = entry.pop("hub"), tuple(entry.pop("caveats", ()))
-        found[name] = Published(name=name, hub=hub, model=Model(**entry), caveats=caveats)
+        found[name] = Published(name=name, hub=hub, model=model_from(entry), caveats=caveats)
     for name, entry in shipped["cannot"].items():
         found[name] = Published(name=name, model=None, **entry)
     return found

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cpsim.case.cluster import Cluster, load_cluster
 from cpsim.case.documents import as_taken, draw_documents
-from cpsim.case.model import MODELS, Lora, Model
+from cpsim.case.model import MODELS, Lora, Model, model_from
 from cpsim.case.parallel import Parallel, Recompute, Sharding
 from cpsim.case.scenario import DocumentDraw, LoraSection, ParallelSection, Scenario
 from cpsim.case.workload import Workload
@@ -63,7 +63,7 @@ def model_of(scenario: Scenario) -> Model:
     return (
         MODELS[scenario.model]
         if isinstance(scenario.model, str)
-        else Model(**scenario.model.model_dump(exclude_none=True))
+        else model_from(scenario.model.model_dump(exclude_none=True))
     )
 
 

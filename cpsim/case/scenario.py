@@ -120,6 +120,26 @@ MAX_ROWS: Final = 100_000
 """Of a knob that is a table."""
 
 
+class RecurrentSection(BaseModel):
+    """Layers with a state instead of keys; see ``cpsim.case.model.Recurrent``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: Literal["gated_delta", "mamba2"]
+    key_heads: Annotated[int, Field(ge=1, le=65536)]
+    value_heads: Annotated[int, Field(ge=1, le=65536)]
+    key_dim: Annotated[int, Field(ge=1, le=1024)]
+    value_dim: Annotated[int, Field(ge=1, le=1024)]
+    conv: Annotated[int, Field(ge=1, le=64)] = 4
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        """Whether each key head is of as many value heads."""
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"key_heads: expected a divisor of value_heads = {self.value_heads}, got {self.key_heads}")
+        return self
+
+
 class ModelSection(BaseModel):
     """Dimensions of a model without a name; see ``cpsim.case.model.Model``."""
 
@@ -143,11 +163,34 @@ class ModelSection(BaseModel):
     rope_dim: Annotated[int, Field(ge=0, le=1024)] | None = None
     value_dim: Annotated[int, Field(ge=0, le=1024)] | None = None
     dense_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    gated: bool | None = None
+    recurrent: RecurrentSection | None = None
+    attention_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    bare_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields where they say nothing: these words are the seed of a prediction's draws."""
-        later = ("window", "window_pattern", "kv_rank", "q_rank", "rope_dim", "value_dim", "dense_layers")
-        return [(name, value) for name, value in super().__repr_args__() if name not in later or value]
+        later = {"window", "window_pattern", "kv_rank", "q_rank", "rope_dim", "value_dim", "dense_layers"}
+        later |= {"recurrent", "attention_layers", "bare_layers"}
+        said = [(name, value) for name, value in super().__repr_args__() if name not in later or value]
+        return [(name, value) for name, value in said if name != "gated" or value is False]
+
+    @model_validator(mode="after")
+    def _recurs(self) -> Self:
+        """Whether layers with a state are some of the layers."""
+        for name in ("attention_layers", "bare_layers"):
+            if getattr(self, name) and not self.recurrent:
+                raise ValueError(f"{name}: belongs to a model with states; name recurrent or leave {name} out")
+        attend, bare = self.attention_layers or 0, self.bare_layers or 0
+        if attend >= self.layers or attend + bare > self.layers:
+            raise ValueError(
+                f"attention_layers: expected less than {self.layers} layers, and as many as these with bare_layers; "
+                f"got {attend} and {bare}"
+            )
+        for name in ("window", "kv_rank", "dense_layers"):
+            if self.recurrent and getattr(self, name):
+                raise ValueError(f"recurrent: does not go with {name}; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _slides(self) -> Self:

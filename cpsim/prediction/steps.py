@@ -26,6 +26,7 @@ from cpsim.prediction.step.memory import Occupancy, StageMemory
 from cpsim.prediction.step.offload import check as check_offload
 from cpsim.prediction.step.opened import Opened
 from cpsim.prediction.step.precision import Recipe, check_gpu
+from cpsim.prediction.step.recurrent import Mixed, mixed
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
@@ -48,7 +49,7 @@ class StepCase:
     cluster: Cluster
     profile: Profile
     _sequences: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    _attention: dict[tuple[int, int, str, str, bool], Attention] = field(default_factory=dict)
+    _attention: dict[tuple[int, int, str, str, bool], Attention | Mixed] = field(default_factory=dict)
     _best: dict[tuple[int, int], Choice] = field(default_factory=dict)
     _slow: dict[str, int] = field(default_factory=dict)
     """Strategies with knobs that were far from the best, and on how many ranks."""
@@ -137,6 +138,8 @@ class StepCase:
         parallel.check(model, self.cluster)
         their.check(parallel, model, compiled)
         recipe = self._recipe(their, compiled)
+        if model.recurrent and (scenario.offload or scenario.attends_in_fp8):
+            raise InfeasibleError("model: steps with a state are predicted without offload and with attention in bf16")
         if scenario.offload:
             check_offload(their, parallel)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
@@ -148,8 +151,8 @@ class StepCase:
             code.check_kernel(scenario.kernel)
             mask, options = self._mask(parallel, code)
             slowest = {p: costs.slowest(self.profile.between_gpus(scenario.kernel, p)) for p in PASSES}
-            self._attention[key] = Attention(
-                model=model,
+            attends = Attention(
+                model=replace(model, recurrent=None, attention_layers=0, bare_layers=0),
                 tp=parallel.tp,
                 cluster=parallel.group(self.cluster, parallel.cp),
                 profile=self.profile,
@@ -162,6 +165,7 @@ class StepCase:
                 slowest=slowest,
                 fp8=faster(self.cluster.gpu.name) if scenario.attends_in_fp8 else None,
             )
+            self._attention[key] = mixed(attends, model, their.exchange) if model.recurrent else attends
         return StepModel(
             model=model,
             parallel=parallel,
@@ -362,4 +366,5 @@ class StepCase:
 def _shared(attended: Attended, share: float) -> Attended:
     """Attention of one GPU, of which a rank has a share."""
     forward, backward = ({name: s * share for name, s in parts.items()} for parts in attended.parts)
-    return replace(attended, parts=(forward, backward), notes=())
+    kinds = tuple(_shared(one, share) for one in attended.kinds)
+    return replace(attended, parts=(forward, backward), notes=(), kinds=kinds)

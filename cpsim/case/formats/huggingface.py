@@ -5,6 +5,7 @@ Reference: transformers 4.57, models/*/configuration_*.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -32,6 +33,8 @@ CAUSAL_LM: Final = {
     "deepseek_v2": (),
     "deepseek_v3": ("multi-token prediction",),
     "kimi_k2": (),
+    "qwen3_next": ("norms of queries and keys", "gates of attention's output", "multi-token prediction"),
+    "nemotron_h": ("layers without rotary positions",),
     "glm4_moe": ("norms of queries and keys", "multi-token prediction"),
 }
 """Types of models whose layers a step can say, each with what it has besides."""
@@ -40,8 +43,8 @@ CANNOT: Final = {
     "llama4": "three of four layers attend within chunks",
     "llama4_text": "three of four layers attend within chunks",
     "gemma2": "attention scores are capped, which flash attention kernels were not measured with",
-    "qwen3_next": "three of four layers are linear attention",
-    "mamba2": "layers are state spaces",
+    "kimi_linear": "layers with a state keep each key dimension by a gate of its own",
+    "mamba2": "no layer attends",
     "jamba": "most layers are state spaces",
     "gpt2": "layers have LayerNorm, biases and a plain MLP",
     "gpt_neox": "layers have LayerNorm, biases and a plain MLP",
@@ -109,17 +112,17 @@ def _model(s: Settings, kind: str) -> dict[str, Any]:
         raise ScenarioError(f"{s.place('hidden_size')}: hidden_size: expected a multiple of {heads} heads or head_dim")
     experts = s.number("num_local_experts", "num_experts", "n_routed_experts", least=0)
     window, pattern = _windows(s, kind)
-    shared = s.number("shared_expert_intermediate_size", least=0)
+    shared = s.number("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", least=0)
     inner = s.number("moe_intermediate_size")
     dense = s.number("first_k_dense_replace", least=0) if experts else None
     model = {
         **latent,
-        "layers": s.needed("num_hidden_layers"),
+        **_recurrent(s, kind),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": (None if latent else s.number("num_key_value_heads")) or heads,
         "head_dim": head_dim,
-        "ffn": s.needed("intermediate_size"),
+        "ffn": s.needed("intermediate_size", "moe_intermediate_size"),
         "vocab": s.needed("vocab_size"),
         "experts": experts or None,
         "top_k": s.needed("num_experts_per_tok", "experts_per_token") if experts else None,
@@ -130,6 +133,71 @@ def _model(s: Settings, kind: str) -> dict[str, Any]:
         "window_pattern": pattern,
     }
     return without_none(model)
+
+
+def _recurrent(s: Settings, kind: str) -> dict[str, Any]:
+    """How many layers there are, and what those with a state have.
+
+    Raises:
+        ScenarioError: the order of layers is one that a step cannot say.
+    """
+    layers = s.needed("num_hidden_layers")
+    if kind == "qwen3_next":
+        state = {
+            "kind": "gated_delta",
+            "key_heads": s.needed("linear_num_key_heads"),
+            "value_heads": s.needed("linear_num_value_heads"),
+            "key_dim": s.needed("linear_key_head_dim"),
+            "value_dim": s.needed("linear_value_head_dim"),
+            "conv": s.number("linear_conv_kernel_dim") or 4,
+        }
+        types = s.values.get("layer_types")
+        attend = types.count("full_attention") if isinstance(types, list) else None
+        every = s.number("full_attention_interval") or 4
+        return {
+            "layers": layers,
+            "recurrent": state,
+            "attention_layers": layers // every if attend is None else attend,
+        }
+    if kind != "nemotron_h":
+        return {"layers": layers}
+    pattern = str(s.get("hybrid_override_pattern") or "")
+    mixers, attend, bare = _mixers(pattern)
+    if not mixers or len(pattern) != layers:
+        raise ScenarioError(
+            f"{s.place('hybrid_override_pattern')}: hybrid_override_pattern: expected {layers} of M (Mamba-2), * "
+            f"(attention), and - or E (MLP) each after one of these, * always with one; got {shown(pattern)}"
+        )
+    state = {
+        "kind": "mamba2",
+        "key_heads": s.needed("n_groups"),
+        "value_heads": s.needed("mamba_num_heads"),
+        "key_dim": s.needed("ssm_state_size"),
+        "value_dim": s.needed("mamba_head_dim"),
+        "conv": s.number("conv_kernel") or 4,
+    }
+    gated = False if "relu2" in str(s.get("mlp_hidden_act") or "relu2") else None
+    return {
+        "layers": mixers,
+        "recurrent": state,
+        "attention_layers": attend,
+        "bare_layers": bare or None,
+        "gated": gated,
+    }
+
+
+_MIXERS: Final = re.compile(r"(\*[-E]|M[-E]?)*")
+
+
+def _mixers(pattern: str) -> tuple[int, int, int]:
+    """Layers of a pattern of Nemotron-H, each with what MLP follows it; those that attend, and those without MLP.
+
+    None at all where layers are in another order.
+    """
+    if not _MIXERS.fullmatch(pattern):
+        return 0, 0, 0
+    mixers, attend = len(re.findall(r"[M*]", pattern)), pattern.count("*")
+    return mixers, attend, mixers - len(re.findall(r"[-E]", pattern))
 
 
 def _latent(s: Settings) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class Attended:
     kept: int = 0
     """Bytes that stay until the backward pass beyond queries, keys, values and output."""
     notes: tuple[str, ...] = ()
+    kinds: tuple[Attended, ...] = ()
+    """Of a model whose layers differ: the same of each kind of ``Model.kinds``, of which this is the mean."""
 
     @property
     def seconds(self) -> float:

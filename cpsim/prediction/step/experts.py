@@ -40,6 +40,8 @@ def once_a_rank(code: LayerCode, model: Model, ep: int) -> LayerCode:
     Source: deepseek-ai/DeepEP, README; NVIDIA/Megatron-LM, core_v0.15.0, transformer/moe/token_dispatcher.py
     (MoEFlexTokenDispatcher).
     """
+    if not model.experts:
+        return code
     share = ep * (1 - (1 - 1 / ep) ** model.top_k) / model.top_k
 
     def sent(node: Node) -> Node:
@@ -123,7 +125,7 @@ class Experts:
             ),
             *there,
             *self._gradients("down", arrived, "expert swiglu", "dexpert swiglu"),
-            self._swiglu("swiglu_bwd", gates, "dexpert gate up", 2 * self.inner),
+            self._swiglu("swiglu_bwd", gates, "dexpert gate up", (1 + self.model.gated) * self.inner),
             *self._gradients("gate_up", "dexpert gate up", rows, "drows"),
             *back,
             Node(self._sums(), returned, {"dh sent": hidden}),

@@ -17,6 +17,7 @@ from cpsim.case.parallel import Parallel, Precision, Recompute, Sharding
 from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, check_name
+from cpsim.models.recurrent import saved_bytes, states_bytes
 from cpsim.prediction.step.experts import Experts
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
 from cpsim.prediction.step.overlap import micro_pipelined, userbuffers
@@ -24,6 +25,7 @@ from cpsim.prediction.step.precision import ENGINE_RECIPES, TORCH_RECIPES, Recip
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 from cpsim.schedule.transformer import OP_BYTES
 from cpsim.strategies.others.facts import DENSE, DOCUMENTS, Support
+from cpsim.strategies.states import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ class Framework:
     """Adapters that it trains; None: all weights."""
     experts: bool = False
     """Whether steps of models with experts, or latent attention, are predicted."""
+    exchange: Exchange = "gather"
+    """What context-parallel ranks exchange in layers with a state."""
     attention: str = "cpsim"
     """Whose code context parallelism is, where a scenario does not say."""
     offers: Mapping[str, Support] = field(default_factory=dict)
@@ -225,7 +229,8 @@ class Framework:
         self, sizes: Sizes, compiled: bool, recipe: Recipe | None, overlapped: bool, recompute: Recompute = "none"
     ) -> LayerCode:
         """A layer as it runs: in its precision, with its copies, and with communication beside products or not."""
-        code = self.layer(sizes, compiled)
+        code = self.layer(replace(sizes, model=replace(sizes.model, bare_layers=0)), compiled)
+        code = without_mlp(code) if sizes.model.bare else code
         code = gates_again(code) if compiled and recompute != "none" else code
         code = self.joins(in_fp8(code, sizes.tp, recipe) if recipe else code)
         return self.overlap(code, sizes.tp) if overlapped and self.overlap and sizes.tp > 1 else code
@@ -248,6 +253,10 @@ class Framework:
         if parallel.sharding not in self.shardings:
             known = ", ".join(self.shardings)
             raise InfeasibleError(f"sharding: {self.name} has {known}, got {parallel.sharding}")
+        if not model.gated and not self.experts:
+            raise InfeasibleError(f"model: steps of {self.name} are predicted with a gate in the MLP; use megatron")
+        if model.recurrent and self.lora:
+            raise InfeasibleError("trainable: layers with a state are predicted without adapters; leave it out")
         known = ", ".join(self.recomputes)
         if parallel.recompute not in self.recomputes:
             raise InfeasibleError(f"recompute: {self.name} has {known}, got {parallel.recompute}")
@@ -347,6 +356,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
     """
     many, hidden = s.tp > 1, s.tokens // s.tp * s.model.hidden
     every = " all" if many else ""
+    gates, gates_back = ("swiglu", "swiglu_bwd") if s.model.gated else ("rms_norm", "rms_norm_bwd")  # as many bytes
 
     def column(name: str, source: str, to: str) -> Nodes:
         return (*(gathered(s, source, f"{source} all") if many else ()), forward_product(s, name, source + every, to))
@@ -373,12 +383,12 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
         is kept."""
         forward = (
             *column("gate_up", "h norm", "gate up"),
-            node("swiglu", s.inner // BF16, "gate up", swiglu=s.inner),
+            node(gates, s.inner // BF16, "gate up", swiglu=s.inner),
             *row("down", "swiglu", "down"),
         )
         backward = (
             *row_backward("down", "dy", "swiglu", "dswiglu"),
-            node("swiglu_bwd", s.inner // BF16, "dswiglu", "gate up", dgate_up=2 * s.inner),
+            node(gates_back, s.inner // BF16, "dswiglu", "gate up", dgate_up=s.wide("gate_up")),
             *column_backward("gate_up", "dgate up", "h norm", "dh norm"),
         )
         return forward, backward, {"gate up", "swiglu"}
@@ -410,14 +420,27 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
         backward = (node("rotary", heads, "dq k v", dqkv=s.qkv), *column_backward("qkv", "dqkv", "x norm", "dx norm"))
         return forward, backward, set()
 
+    def attended() -> tuple[Nodes, Nodes, set[str], str]:
+        """Both passes from ``x norm`` to what the projection reads and from its gradient to ``dx norm``, what is kept,
+        and what the projection reads."""
+        before, before_back, kept = latent(s, gradient) if s.model.kv_rank else projected()
+        forward = (*before, Node("fwd", ("q k v",), {"out": s.out, "lse": s.lse}))
+        sums = {"dq k v": s.qkv, "dq sums": FP32 // BF16 * s.queries}
+        return forward, (Node("bwd", ("dout", "q k v", "out", "lse"), sums), *before_back), kept, "out"
+
+    def scanned() -> tuple[Nodes, Nodes, set[str], str]:
+        """The same of a layer with a state."""
+        inside, inside_back, kept = with_state(s)
+        forward = (*column("qkv", "x norm", "projected"), *inside)
+        return forward, (*inside_back, *column_backward("qkv", "dprojected", "x norm", "dx norm")), kept, "normed"
+
     over, over_back, kept_over = mlp() if s.experts is None else mixture(s.experts)
-    before, before_back, kept_before = latent(s, gradient) if s.model.kv_rank else projected()
+    before, before_back, kept_before, out = scanned() if s.model.recurrent else attended()
     return LayerCode(
         forward=(
             node("rms_norm", hidden, "x", x_norm=s.shard),
             *before,
-            Node("fwd", ("q k v",), {"out": s.out, "lse": s.lse}),
-            *row("proj", "out", "proj"),
+            *row("proj", out, "proj"),
             node("add", hidden, "x", "proj", h=s.shard),
             node("rms_norm", hidden, "h", h_norm=s.shard),
             *over,
@@ -427,14 +450,44 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             *over_back,
             node("rms_norm_bwd", hidden, "dh norm", "h", dh_part=s.shard),
             node("add", hidden, "dy", "dh part", dh=s.shard),
-            *row_backward("proj", "dh", "out", "dout"),
-            Node("bwd", ("dout", "q k v", "out", "lse"), {"dq k v": s.qkv, "dq sums": FP32 // BF16 * s.queries}),
+            *row_backward("proj", "dh", out, f"d{out}"),
             *before_back,
             node("rms_norm_bwd", hidden, "dx norm", "x", dx_part=s.shard),
             node("add", hidden, "dh", "dx part", dx=s.shard),
         ),
         kept=frozenset({"x norm", "q k v", "out", "lse", "h", "h norm", *kept_before, *kept_over}),
     )
+
+
+def with_state(s: Sizes) -> tuple[Nodes, Nodes, set[str]]:
+    """Both passes of convolution, scan and gated norm, from ``projected`` to ``normed`` and from ``dnormed`` to
+    ``dprojected``, and what is kept: inputs of each, and what the scan saves.
+
+    All three are one op in time, see ``cpsim.prediction.step.recurrent``.
+    """
+    assert s.model.recurrent is not None
+    saved = saved_bytes(s.model.recurrent, s.tokens) // s.tp
+    states = states_bytes(s.model.recurrent, s.tokens) // s.tp
+    forward = (
+        Node(None, ("projected",), {"q k v": s.qkv}),
+        Node("fwd", ("q k v", "projected"), {"out": s.out, "lse": saved, "states": states}),
+        Node(None, ("out", "projected"), {"normed": s.out}),
+    )
+    backward = (
+        Node(None, ("dnormed", "out", "projected"), {"dout": s.out, "dgates": s.out}),
+        Node("bwd", ("dout", "q k v", "projected", "lse"), {"dq k v": s.qkv, "dstates": 2 * states}),
+        Node(None, ("dq k v", "dgates", "projected"), {"dprojected": s.wide("qkv")}),
+    )
+    return forward, backward, {"projected", "q k v", "out", "lse", "normed"}
+
+
+def without_mlp(code: LayerCode) -> LayerCode:
+    """A layer that ends behind the sum of its input and what its first part makes of it."""
+    ends = next(i for i, each in enumerate(code.forward) if "h" in each.makes) + 1
+    begins = next(i for i, each in enumerate(code.backward) if "dh" in each.makes) + 1
+    forward, backward = renamed(code.forward[:ends], {"h": "y"}), renamed(code.backward[begins:], {"dh": "dy"})
+    made = {name for each in forward for name in each.makes}
+    return LayerCode(forward=forward, backward=backward, kept=code.kept & made)
 
 
 def latent(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str]]:
@@ -570,8 +623,9 @@ MEGATRON: Final = Framework(
     held=lambda _sharding: Held(
         weight=BF16, gradient=FP32, states=3 * FP32, optimizer=ADAM_AND_COPY, clipped=True, cleared=FP32
     ),
-    kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
+    kept={"mlp": frozenset({"x norm", "projected", "q k v", "out", "lse", "normed", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
+    exchange="heads",
     overlap=userbuffers,
     recipes=ENGINE_RECIPES,
     pipelines=True,
@@ -661,17 +715,40 @@ def torch_layer(
         if few != every_head
     )
     sum_of_two = () if compiled else (eager(tokens * h, 6, 1, "dh norm 2", **{"dh_norm" + every.replace(" ", "_"): 0}),)
+    if model.recurrent:
+        wide, a = model.linears(s.tp)["qkv"][1], model.linears(s.tp)["proj"][0]
+        inside, inside_back, _ = with_state(s)
+        out, sums_of_x = "normed", tuple[str, ...]()
+        mixed: Nodes = (product(wide, h, "x norm" + every, "projected"), *inside)
+        mixed_back: Nodes = (
+            *inside_back,
+            *back(wide, h, "dprojected", "x norm" + every, "dx norm" + every, "projected"),
+        )
+    else:
+        out, sums_of_x = "out", ("dx norm 2", "dx norm 3")
+        mixed = (
+            product(a, h, "x norm" + every, "q0"),
+            product(g, h, "x norm" + every, "k0"),
+            product(g, h, "x norm" + every, "v"),
+            rotary("fwd", q, "q0", "q"),
+            rotary("fwd", kv, "k0", "k"),
+            *copies,
+            Node("fwd", ("q", keys, values), {"out": s.out, "lse": s.lse}),
+        )
+        mixed_back = (
+            Node("bwd", ("dout", "q", keys, values, "out", "lse"), grads),
+            rotary("bwd", q, "dq", "dq0"),
+            rotary("bwd", kv, "dk", "dk0"),
+            *back(a, h, "dq0", "x norm" + every, "dx norm" + every, "q"),
+            *back(g, h, "dk0", "x norm" + every, "dx norm 2", "k"),
+            *back(g, h, "dv", "x norm" + every, "dx norm 3", "v"),
+            *(() if compiled else (eager(tokens * h, 12, 2, *sums_of_x),)),
+        )
     forward = (
         *norm_of("x", "x norm"),
         *gather("x norm"),
-        product(a, h, "x norm" + every, "q0"),
-        product(g, h, "x norm" + every, "k0"),
-        product(g, h, "x norm" + every, "v"),
-        rotary("fwd", q, "q0", "q"),
-        rotary("fwd", kv, "k0", "k"),
-        *copies,
-        Node("fwd", ("q", keys, values), {"out": s.out, "lse": s.lse}),
-        product(h, a, "out", "proj" + every),
+        *mixed,
+        product(h, a, out, "proj" + every),
         *scatter("proj"),
         join("x", "proj", h=s.shard),
         *norm_of("h", "h norm"),
@@ -694,16 +771,10 @@ def torch_layer(
         *norm_back(s, "dh norm", "h", "dh part", compiled, norm is not None, "dh norm 2"),
         join("dy", "dh part", dh=s.shard),
         *gather("dh"),
-        *back(h, a, "dh" + every, "out", "dout", "proj"),
-        Node("bwd", ("dout", "q", keys, values, "out", "lse"), grads),
-        rotary("bwd", q, "dq", "dq0"),
-        rotary("bwd", kv, "dk", "dk0"),
-        *back(a, h, "dq0", "x norm" + every, "dx norm" + every, "q"),
-        *back(g, h, "dk0", "x norm" + every, "dx norm 2", "k"),
-        *back(g, h, "dv", "x norm" + every, "dx norm 3", "v"),
-        *(() if compiled else (eager(tokens * h, 12, 2, "dx norm 2", "dx norm 3"),)),
+        *back(h, a, "dh" + every, out, f"d{out}", "proj"),
+        *mixed_back,
         *scatter("dx norm"),
-        *norm_back(s, "dx norm", "x", "dx part", compiled, norm is not None, "dx norm 2", "dx norm 3"),
+        *norm_back(s, "dx norm", "x", "dx part", compiled, norm is not None, *sums_of_x),
         join("dh", "dx part", dx=s.shard),
     )
     made = {name for each in forward for name in each.makes}

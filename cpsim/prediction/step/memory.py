@@ -13,7 +13,7 @@ Rajbhandari et al., "ZeRO" (2020), section 5.1; Zhao et al., "PyTorch FSDP" (202
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -104,6 +104,18 @@ class ChunkMemory:
     """Where it holds most."""
     kept: int
     """Activations and logits that stay between its two passes."""
+
+
+def mean_memory(parts: Sequence[tuple[float, ChunkMemory]]) -> ChunkMemory:
+    """Memory of a chunk whose layers differ, by the share of each kind and the memory if all were of that kind.
+
+    What layers hold adds up; what one has while it runs is that of the kind that has most.
+    """
+    peaks = np.array([part.peak for _, part in parts])
+    peak = np.array([share for share, _ in parts]) @ peaks
+    working = KINDS.index("working")
+    peak[working] = peaks[:, working].max()
+    return ChunkMemory(peak.round().astype(np.int64), round(sum(share * part.kept for share, part in parts)))
 
 
 @dataclass(frozen=True, slots=True)

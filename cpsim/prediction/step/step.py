@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from cpsim.prediction.step.memory import (
     StageMemory,
     chunk_memory,
     communicators,
+    mean_memory,
     occupancy,
     stage_memory,
     workspaces,
@@ -54,6 +56,7 @@ from cpsim.prediction.step.program import (
     Shards,
     program,
 )
+from cpsim.prediction.step.recurrent import MIXED, Mixed
 from cpsim.prediction.step.timing import Prices, launches_seconds, of_layers, scheduled
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
@@ -122,7 +125,7 @@ class StepModel:
     parallel: Parallel
     cluster: Cluster
     costs: Costs
-    attention: Attention
+    attention: Attention | Mixed
     framework: Framework = MEGATRON
     compiled: bool = False
     offload: bool = False
@@ -135,6 +138,17 @@ class StepModel:
     """What programs of a few layers hold, of ways to cut whose passes are alike."""
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
     _memory: dict[tuple[int, ...], StageMemory] = field(default_factory=dict)
+    _kinds: list[tuple[float, StepModel]] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[tuple[float, StepModel]]:
+        """Where layers differ: the share of each kind, and the step if all layers were of that kind. Passes and memory
+        are the mean of theirs, as if every stage had all kinds in this proportion. None where layers are alike."""
+        if not self._kinds and len(self.model.kinds) > 1:
+            for share, model in self.model.kinds:
+                own: dict[str, Any] = {"_known": {}, "_occupied": {}, "_memory": {}, "_chunks": {}, "_layers": {}}
+                self._kinds.append((share, replace(self, model=model, _kinds=[], **own)))
+        return self._kinds
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -204,6 +218,9 @@ class StepModel:
     def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:
         """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""
         key = tokens, self._alike(chunk), exchange, kept
+        if key not in self._chunks and self.kinds:
+            parts = [(share, one._chunk_memory(tokens, chunk, exchange, kept, stays)) for share, one in self.kinds]
+            self._chunks[key] = mean_memory(parts)
         if key not in self._chunks:
             same = tokens, self._ends(chunk), exchange, kept, stays
 
@@ -297,8 +314,10 @@ class StepModel:
 
     def _notes(self, tokens: int) -> tuple[str, ...]:
         """What about ops of a microbatch lies outside of the measured range, or was not measured at all."""
+        if self.kinds:
+            return tuple(dict.fromkeys((MIXED, *(note for _, one in self.kinds for note in one._notes(tokens)))))
         ops, tp, ep = Ops(self.model, self.parallel.tp, tokens), self.parallel.tp, self.parallel.ep
-        if not self.model.experts:
+        if not self.model.experts and not self.model.recurrent:
             return self.costs.notes(ops.forward() + ops.backward() + ops.loss())
         whats = [what for what in _ops(self._programs(tokens, -1)(1)) if not isinstance(what, str)]
         exchanged = [what for what in whats if isinstance(what, Collective) and what.kind == "all_to_all"]
@@ -307,7 +326,8 @@ class StepModel:
         sizes = dict.fromkeys(what.nbytes for what in exchanged if not far)
         notes = (note for n in sizes for note in self.costs.profile.collective_notes("all_to_all", n, ep))
         alone = () if self.parallel.ep_overlap or ep == 1 else (ALONE,)
-        return (NOTE, *alone, *self.costs.notes(others + ops.loss()), *notes)
+        first = (NOTE,) if self.model.experts else ()
+        return (*first, *alone, *self.costs.notes(others + ops.loss()), *notes)
 
     def time_s(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         """Seconds of a step, about: passes lie on a line between those with the least and the most attention, where
@@ -399,6 +419,8 @@ class StepModel:
 
     def _programs(self, tokens: int, chunk: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
+        if self.kinds:  # the most frequent kind stands for all
+            return max(self.kinds, key=lambda kind: kind[0])[1]._programs(tokens, chunk, exchange, kept)
         sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
         runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap, recompute)
         runs = once_a_rank(runs, self.model, self.parallel.ep) if self.parallel.dispatcher == "flex" else runs
@@ -476,6 +498,9 @@ class StepModel:
 
         Where nothing runs beside layers that takes as long as their attention lets it, attention only adds.
         """
+        if self.kinds:
+            each = zip(self.kinds, attended.kinds or (attended,) * len(self.kinds), strict=True)
+            return np.asarray(sum(share * one._pass(tokens, chunk, mine) for (share, one), mine in each))
         layers, plain = self.layers[chunk], not (self.sharded or self._hosts_count or self.offload)
         key = tokens, self._ends(chunk), None if plain else str(attended.parts)
 
@@ -522,6 +547,10 @@ class StepModel:
     def _layer(self, tokens: int) -> tuple[bool, float]:
         """Whether attention of a layer runs again before the backward pass, and bytes that a rank sends to others of
         its tensor- and expert-parallel groups in both passes."""
+        if tokens not in self._layers and self.kinds:
+            found = [(share, *one._layer(tokens)) for share, one in self.kinds]
+            again = any(again for _, again, _ in found)
+            self._layers[tokens] = again, sum(share * sent for share, _, sent in found)
         if tokens not in self._layers:
             layer = self._programs(tokens, -1)(1)
             again = any(node.what == "fwd" for node in layer.backward)
@@ -612,6 +641,8 @@ class StepModel:
         """In which a host launches a step; 0 where it is never late."""
         if not self._hosts_count:
             return 0.0
+        if self.kinds:
+            return sum(share * one._host_seconds(tokens) for share, one in self.kinds)
         layers = self.layers[0]
         update = update_seconds(self.costs.profile.host, self._host_code, self.parallel) * self.parallel.optimizer
         launched = self._launched_seconds(self._programs(tokens, 0), layers)

@@ -366,7 +366,7 @@ def tasks(
     if in_place:
         return {"layer_op": itertools.islice(calls(TINY, 1e6, rng[0]), 6)}
     if device.type == "cuda":
-        models = [model for model in MODELS.values() if not model.experts]
+        models = [model for model in MODELS.values() if not (model.experts or model.recurrent)]
         tokens = tuple(1024 * 2**i for i in range(7))
         cases = [(name, MODELS[name], tp, tokens) for name, tp, tokens in LAYERS]
         return {

@@ -1,16 +1,19 @@
 """Measures layers with a state instead of keys: chunked scans, short convolutions and gated norms, both passes apart.
 
-    python -m cpsim.real.measure.linear --seconds 150 --out h100-linear.jsonl
+    python -m cpsim.real.measure.linear --seconds 100 --out h100-linear.jsonl
 
 Needs flash-linear-attention's kernels (package `fla-core`) and the Triton part of `mamba-ssm`; what is missing is left
 out. Scans are points `op: linear`: `gated_delta` and `kda` of fla, `mamba2` of mamba-ssm, with and without states
 before and after, which context parallelism needs, and of several sequences. The rest are points `op: layer_op` of kinds
 `short_conv`, `gated_norm`, `grouped_norm` and their gradients.
 
-Triton compiles every configuration that a kernel may choose among, which takes longer than all measurements: first, as
-many processes as there are CPUs compile, then this one chooses and measures, each family of shapes in turn, until the
-time is over. Before that, small calls of all kernels are compared with the recurrence in fp32: points `op: check`. On a
-CPU, or with `--cpu`, the recurrence itself runs on a few tiny sizes, to try the script.
+Triton compiles every configuration that a kernel may choose among, which takes minutes: kernels choose among ``FEW`` of
+their configurations here, other processes compile, and families of shapes are measured as they get ready, until the
+time is over. Small calls are compared with the recurrence in fp32: points `op: check`. On a CPU, or with `--cpu`, the
+recurrence itself runs on a few tiny sizes, to try the script.
+
+flash-linear-attention refuses gradients of gated rules with Triton 3.4 to 3.7.0 on Hopper, whose values can be wrong
+there (its issue 640). They are timed all the same; checks say how wrong they are.
 
 Legend of tensor suffixes: T tokens, H value heads, G key heads, K key dimensions, V value dimensions, C channels.
 """
@@ -19,10 +22,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,8 +49,13 @@ Op = Callable[[], object]
 WIDTH: Final = 4
 """Tokens that a short convolution sees."""
 TOKENS: Final = (8192, 1024, 65536, 32768, 2048, 16384, 131072, 4096)
-WARM_UP_SHARE: Final = 0.4
-"""Of the time, at most, for compilation by many processes."""
+FEW: Final = 3
+"""Configurations that a kernel chooses among: those nearest to 4 warps and 3 stages; one of norms, which are compiled
+anew for every number of rows (``NB``)."""
+COMPILED: Final = 2048
+"""Tokens of calls that only compile: arguments are then as divisible as those of longer ones."""
+THREADS: Final = 6
+"""That compile, of a process."""
 TUNING_MS: Final = (3, 12)
 """Milliseconds of warm-up and of repetitions of every configuration that Triton chooses among."""
 MAX_BYTES: Final = 55e9
@@ -107,29 +116,27 @@ KIMI: Final = _family("kda", 32, 32, 128, 128)
 FAMILIES: Final = (
     QWEN3_NEXT,
     NEMOTRON_H,
-    KIMI,
     _family("gated_delta", 2, 4, 128, 128),
     _family("mamba2", 1, 16, 128, 64, 128),
     _family("gated_delta", 8, 16, 128, 128),
     _family("mamba2", 8, 64, 128, 64, 128),  # Nemotron 3 Nano
-    _family("kda", 4, 4, 128, 128),
-    _family("mamba2", 8, 256, 256, 64, 128),  # Nemotron-H-56B
-    _family("gated_delta", 16, 16, 64, 64),
-    _family("mamba2", 8, 128, 128, 64, 256),
+    KIMI,
 )
 """Whole layers of published models and shares of tensor-parallel ranks, in order of importance."""
-CHECKED: Final = (FAMILIES[3], FAMILIES[4], FAMILIES[7])
+SMALL: Final = FAMILIES[2:4]
 
 
 def shapes(family: Scan) -> Iterator[Scan]:
     """Scans of a family, the most telling first."""
-    for i, tokens in enumerate(TOKENS):
+    for tokens in TOKENS if family in FAMILIES[:2] else TOKENS[:6]:
         yield replace(family, lens=(tokens,))
-        if i in (0, 2):
-            yield replace(family, lens=(tokens,), states=True)
-        if family in (QWEN3_NEXT, NEMOTRON_H, KIMI) and i in (0, 3):
-            yield replace(family, lens=(tokens // 8,) * 8)
-            yield replace(family, lens=(tokens // 2, *(tokens // 32,) * 8, *(tokens // 128,) * 32))
+
+
+def packed(family: Scan) -> Iterator[Scan]:
+    """Scans of several sequences, alike or not."""
+    for tokens in (32768, 8192):
+        yield replace(family, lens=(tokens // 8,) * 8)
+        yield replace(family, lens=(tokens // 2, *(tokens // 32,) * 8, *(tokens // 128,) * 32))
 
 
 def random(*sizes: int, device: torch.device, scale: float = 1.0) -> Tensor:
@@ -269,7 +276,7 @@ def measure_scan(bench: Bench, scan: Scan) -> None:
         torch.cuda.empty_cache()
 
 
-def sweep_calls(kind: str, rows: int, width: int, device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:
+def sweep_calls(kind: str, width: int, rows: int, device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:
     """A memory-bound kernel with what its gradients are of."""
     make = partial(random, device=device)
     if kind == "short_conv":
@@ -297,8 +304,8 @@ def sweep_calls(kind: str, rows: int, width: int, device: torch.device) -> tuple
 
 SWEEPS: Final = {"short_conv": (4, 6), "gated_norm": (6, 10), "grouped_norm": (6, 10)}
 """Bytes that each reads and writes for an element, forward and backward."""
-WIDTHS: Final = {"short_conv": (8192, 10240, 1024), "gated_norm": (4096, 512), "grouped_norm": (8192, 1024)}
-ELEMENTS: Final = (2**26, 2**23, 2**29, 2**20)
+WIDTHS: Final = {"short_conv": (8192, 1024), "gated_norm": (4096,), "grouped_norm": (8192,)}
+ELEMENTS: Final = (2**26, 2**23, 2**29, 2**21)
 
 
 def measure_sweep(bench: Bench, kind: str, width: int, elements: int) -> None:
@@ -308,7 +315,7 @@ def measure_sweep(bench: Bench, kind: str, width: int, elements: int) -> None:
         nbytes = SWEEPS[kind][i] * rows * width
 
         def make(backward: bool) -> Op:
-            forward, wanted = sweep_calls(kind, rows, width, bench.device)
+            forward, wanted = sweep_calls(kind, width, rows, bench.device)
             if not backward:
                 return forward
             return gradients(lambda: (forward(),), wanted)
@@ -335,83 +342,149 @@ def check(bench: Bench, scan: Scan) -> None:
     bench.writer.add("check", relative_errors=errors, names=["out", *x], **scan.parameters())
 
 
-def families() -> list[Iterator[Callable[[Bench], None]]]:
-    """What to measure of every family."""
-    sweeps = (
-        partial(measure_sweep, kind=kind, width=width, elements=elements)
-        for elements in ELEMENTS
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is compiled together."""
+
+    small: Scan | tuple[str, int]
+    """A scan of few tokens, or a memory-bound kernel and its width."""
+    measures: tuple[Callable[[Bench], None], ...]
+
+
+def families() -> list[Family]:
+    """All there is to measure."""
+    found = [
+        Family(
+            (kind, width),
+            tuple(partial(measure_sweep, kind=kind, width=width, elements=elements) for elements in ELEMENTS),
+        )
         for kind, widths in WIDTHS.items()
         for width in widths
-    )
-    scans = [(partial(measure_scan, scan=s) for s in shapes(f) if s.kept_bytes() < MAX_BYTES) for f in FAMILIES]
-    return [scans[0], scans[1], sweeps, *scans[2:]]
+    ]
+    for i, family in enumerate(FAMILIES):
+        checks = (partial(check, scan=family),) if family in SMALL else ()
+        fit = [scan for scan in shapes(family) if scan.kept_bytes() < MAX_BYTES]
+        found.insert(
+            2 * i,
+            Family(replace(family, lens=(COMPILED,)), (*checks, *(partial(measure_scan, scan=scan) for scan in fit))),
+        )
+    for family in (QWEN3_NEXT, NEMOTRON_H):
+        scans = tuple(partial(measure_scan, scan=scan) for scan in packed(family))
+        found.insert(4, Family(replace(family, lens=(COMPILED // 2,) * 2), scans))
+    return found
 
 
-def run(bench: Bench, deadline: float) -> None:
-    """Measures the families in turns until the deadline."""
-    for scan in CHECKED:
-        try:
-            check(bench, scan)
-        except Exception as error:  # a failing case never stops the others
-            message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            bench.errors[message] = bench.errors.get(message, 0) + 1
-            bench.writer.add("error", failed="check", message=message, kernel=scan.kernel)
-    sources = families()
-    while sources:
-        for source in list(sources):
+def run(bench: Bench, every: list[Family], compiled: Callable[[int], bool], deadline: float) -> None:
+    """Measures what is compiled, family by family in turns, until the deadline."""
+    left = {i: list(family.measures) for i, family in enumerate(every)}
+    while left and time.monotonic() < deadline:
+        ready = [i for i in left if compiled(i)]
+        if not ready:
+            time.sleep(0.2)
+        for i in ready:
             if time.monotonic() > deadline:
                 return
-            task = next(source, None)
-            if task is None:
-                sources.remove(source)
-            else:
-                task(bench)
+            try:
+                left[i].pop(0)(bench)
+            except Exception as error:  # a failing case never stops the others
+                message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                bench.errors[message] = bench.errors.get(message, 0) + 1
+                bench.writer.add("error", failed="check", message=message)
+            if not left[i]:
+                del left[i]
 
 
-def compile_all(num: int) -> None:
-    """Lets Triton compile all configurations of one family of `families()`: called in a process of its own."""
+def few_configurations() -> None:
+    """Lets Triton's kernels choose among few configurations; before they are imported."""
+    from triton.runtime.autotuner import Autotuner
+
+    plain = Autotuner.__init__
+
+    def distance(config: Any) -> float:
+        rows = config.kwargs.get("BT", 32)  # of a norm
+        return float(abs(math.log2(config.num_warps / 4)) + abs(config.num_stages - 3) / 2 + abs(math.log2(rows / 32)))
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        self.configs = sorted(self.configs, key=distance)[: 1 if "NB" in getattr(self, "keys", ()) else FEW]
+
+    Autotuner.__init__ = init
+
+
+def lift_guard() -> None:
+    """Lets fla run gradients of gated rules on Hopper with any Triton."""
+    with suppress(ImportError):
+        import fla.ops.common.chunk_o as common
+
+        common.TRITON_ABOVE_3_7_1 = True
+
+
+def compile_family(num: int) -> str:
+    """Lets Triton compile all configurations of one of `families()`: called in a process of its own."""
     os.environ["FLA_CACHE_RESULTS"] = "0"
+    started = time.monotonic()
     import triton
     from triton.runtime.autotuner import Autotuner
 
+    few_configurations()
     triton.testing.do_bench = lambda call, **_: [call() or 1.0] * 3  # compiled is enough
-    plain_run = Autotuner.run
+    plain_run, problems = Autotuner.run, set[str]()
 
     def compiled_ahead(self: Any, *args: Any, **kwargs: Any) -> object:
         given = {name: value for name, value in kwargs.items() if name != "warmup"}
         if not getattr(self, "compiled_ahead", False):
             self.compiled_ahead = True
-            with suppress(Exception), triton.AsyncCompileMode(ThreadPoolExecutor(4)):
-                self.warmup(*args, **given)
+            try:
+                with ThreadPoolExecutor(THREADS) as pool, triton.AsyncCompileMode(pool):
+                    self.warmup(*args, **given)
+            except Exception as error:  # then one after another
+                problems.add(f"{type(error).__name__}: {error}"[:100])
         return plain_run(self, *args, **kwargs)
 
     Autotuner.run = compiled_ahead
-    device = torch.device("cuda", 0)
-    sweeps = [(kind, width) for kind, widths in WIDTHS.items() for width in widths]
-    if num >= len(FAMILIES):
-        kind, width = sweeps[num - len(FAMILIES)]
-        forward, wanted = sweep_calls(kind, 256, width, device)
-        gradients(lambda: (forward(),), wanted)()
+    small, device = families()[num].small, torch.device("cuda", 0)
+    lift_guard()
+    if isinstance(small, Scan):
+        _, backward = both_passes(small, device)
+        backward()()
     else:
-        scans = [FAMILIES[num], replace(FAMILIES[num], states=True)]
-        for scan in [*scans, replace(FAMILIES[num], lens=(128, 128))]:
-            _, backward = both_passes(scan, device)
-            backward()()
+        forward, wanted = sweep_calls(*small, COMPILED, device)
+        gradients(lambda: (forward(),), wanted)()
     torch.cuda.synchronize()
+    return f"{small} {time.monotonic() - started:.0f} s {problems or ''}"
 
 
-def warm_up(seconds: float) -> str:
-    """Compiles in many processes until done or so long; says how far it came."""
-    num = len(FAMILIES) + sum(map(len, WIDTHS.values()))
-    pool = ProcessPoolExecutor(min(num, max(1, (os.cpu_count() or 2) - 1)), get_context("spawn"))
-    tasks = [pool.submit(compile_all, i) for i in range(num)]
-    done, late = wait(tasks, seconds)
-    errors = [f"{tasks.index(task)}: {error}"[:200] for task in done if (error := task.exception()) is not None]
-    processes = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.terminate()
-    return f"compiled {len(done) - len(errors)} of {num}, {len(late)} not in time; {'; '.join(errors)}"
+def measure_all(bench: Bench, deadline: float) -> None:
+    """Compiles in other processes and measures what is ready."""
+    every = families()
+    pool = ProcessPoolExecutor(min(len(every), max(1, (os.cpu_count() or 2) - 1)), get_context("spawn"))
+    tasks = [pool.submit(compile_family, i) for i in range(len(every))]
+    told = set[int]()
+
+    def compiled(i: int) -> bool:
+        if tasks[i].done() and i not in told:
+            told.add(i)
+            problem = tasks[i].exception()
+            print(f"compiled {tasks[i].result()}" if problem is None else f"{every[i].small}: {problem}"[:300])
+        return tasks[i].done()
+
+    import triton
+
+    few_configurations()
+    patient = triton.testing.do_bench
+
+    def quick(call: Callable[[], object], **given: Any) -> object:
+        return patient(call, **{**given, "warmup": TUNING_MS[0], "rep": TUNING_MS[1]})
+
+    triton.testing.do_bench = quick
+    lift_guard()
+    try:
+        run(bench, every, compiled, deadline)
+    finally:
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
 
 
 def installed() -> dict[str, str]:
@@ -435,7 +508,7 @@ def try_out(bench: Bench) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true", help="a few tiny sizes, to try the script")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
@@ -445,20 +518,12 @@ def main() -> None:
     cuda = torch.cuda.is_available() and not args.cpu
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     command = f"python -m cpsim.real.measure.linear --seconds {args.seconds:g}"
-    if cuda:
-        print(warm_up(WARM_UP_SHARE * args.seconds), f"{time.monotonic() - started:.0f} s")
-        import triton
-
-        patient = triton.testing.do_bench
-        triton.testing.do_bench = lambda call, **given: patient(
-            call, **{**given, "warmup": TUNING_MS[0], "rep": TUNING_MS[1]}
-        )
     header = provenance(device, 1, installed(), command, args.commit)
     print(json.dumps(header))
     with args.out.open("w", encoding="utf-8") as file:
         bench = Bench(Writer(file, header), device)
         if cuda:
-            run(bench, started + args.seconds)
+            measure_all(bench, started + args.seconds)
         else:
             try_out(bench)
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())

@@ -47,7 +47,8 @@ TOKENS: Final = (1024, 4096, 8192, 16384, 32768)
 
 def shapes(rng: np.random.Generator) -> Iterator[Shape]:
     """(m, n, k) of linear layers of published models and of random ones, in random order."""
-    linears = {pair for model in MODELS.values() if not model.experts for pair in model.linears(1).values()}
+    dense = [model for model in MODELS.values() if not (model.experts or model.recurrent)]
+    linears = {pair for model in dense for pair in model.linears(1).values()}
     linears |= {pair for name in ("llama3-8b", "llama3-70b") for pair in MODELS[name].linears(4).values()}
     known = [(t, outer, inner) for t, (inner, outer) in itertools.product(TOKENS, sorted(linears))]
     known += [(outer, inner, t) for t, inner, outer in known]  # gradients of weights

@@ -97,6 +97,10 @@ class Sparse:
         whole = self.block * _ramp(blocks - 1, most) + rest * np.minimum(blocks, most)
         return np.asarray(own + self.block * whole + (_ramp(n, self.window) if self.window else 0))
 
+    def windowed(self, first: ArrayLike, end: ArrayLike) -> Ints:
+        """Those of the attended pairs that lie in the window."""
+        return _ramp(end, self.window) - _ramp(first, self.window)
+
     def scored(self, first: ArrayLike, end: ArrayLike) -> Ints:
         """Pairs of queries ``first`` to ``end`` and candidates: keys, compressed keys, or earlier blocks."""
         return self._scored_before(end) - self._scored_before(first)

@@ -231,8 +231,10 @@ def test_patterns_are_read_and_written():
 def test_what_cannot_be_planned_says_why():
     with pytest.raises(InfeasibleError, match="sparse: chosen keys are planned for"):
         plan("zigzag_ring", workload("moba"), cluster(4), "fwd", {})
-    with pytest.raises(InfeasibleError, match="fetch asks for chosen keys"):
-        plan("fetch", replace(workload("moba"), sparse=None), cluster(4), "fwd", {})
+    with pytest.raises(InfeasibleError, match="keys chosen"):
+        plan("allgather", replace(workload("moba"), sparse=None), cluster(4), "fwd", {"keys": "chosen"})
+    with pytest.raises(ScenarioError, match="expected one of all, chosen"):
+        plan("allgather", workload("moba"), cluster(4), "fwd", {"keys": "some"})
     with pytest.raises(ScenarioError, match="causal"):
         replace(workload("moba"), mask="full")
     with pytest.raises(ScenarioError, match="one for all heads"):

@@ -28,7 +28,7 @@ from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.replicas import plan_per_sequence, plan_wlb, replica_knobs
 from cpsim.strategies.ring.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
-from cpsim.strategies.sparse import ADAPTED, fetch_knobs, plan_chosen, plan_fetch
+from cpsim.strategies.sparse import ADAPTED, plan_chosen
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
 from cpsim.strategies.usp import loongtrain_knobs, plan_loongtrain, plan_usp, usp_knobs
 
@@ -63,22 +63,10 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "distca": Strategy(plan_distca, _no_knobs),
     "wlb": Strategy(plan_wlb, replica_knobs),
     "per_sequence": Strategy(plan_per_sequence, replica_knobs),
-    "fetch": Strategy(plan_fetch, fetch_knobs),
 }
 
 
-ANY_VALUES: Final = (
-    "none",
-    "ulysses",
-    "ring",
-    "zigzag_ring",
-    "striped_ring",
-    "allgather",
-    "usp",
-    "loongtrain",
-    "mesh",
-    "fetch",
-)
+ANY_VALUES: Final = ("none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain", "mesh")
 """Strategies that know how large values are where keys have another size."""
 
 
@@ -111,18 +99,20 @@ def plan(
             f"value_dim: values of another size than keys are planned for {', '.join(ANY_VALUES)} of our executor's "
             f"code, got {name} of {code.name}; leave value_dim out"
         )
-    sparse = workload.sparse is not None
-    if sparse and (name not in (*ADAPTED, "fetch") or code is not CPSIM):
+    if workload.sparse is not None and (name not in ADAPTED or code is not CPSIM):
         raise InfeasibleError(
-            f"sparse: chosen keys are planned for {', '.join(ADAPTED)} and fetch of our executor's code, got {name} of "
+            f"sparse: chosen keys are planned for {', '.join(ADAPTED)} of our executor's code, got {name} of "
             f"{code.name}; leave sparse out"
         )
     whose = () if code is CPSIM else (code,)
     schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)
-    if code is CPSIM and cluster.all_gpus == 1:  # nobody to exchange anything with; the planner has checked its knobs
-        schedule, name = plan_single(workload, cluster, pass_), "none"
-    if sparse and name in ADAPTED:
-        return plan_chosen(name, schedule, workload, pass_)
+    alone = code is CPSIM and cluster.all_gpus == 1
+    if alone:  # nobody to exchange anything with; the planner has checked its knobs
+        schedule = plan_single(workload, cluster, pass_)
+    if workload.sparse is not None and (alone or chosen.get("keys") != "chosen"):
+        return plan_chosen(schedule, workload, pass_, by_head=name == "ulysses")
+    if alone:
+        return schedule
     if code.projections is None or pass_ == "fwd":
         return schedule
     return followed_by(schedule, code.projections.ops(workload, cluster.num_gpus))

@@ -5,7 +5,8 @@ Every rank scores its own queries against the candidates of all ranks, which are
 
 * ``none``, ``allgather`` and ``ulysses`` move keys as they do for dense attention (``plan_chosen`` adds to their
   schedule); with ``ulysses`` choices follow their queries to whoever has the heads.
-* ``fetch`` (``plan_fetch``) asks other ranks for the keys that some query of its own has chosen, and for no others.
+* ``allgather`` with ``keys: chosen`` (``plan_fetch``) brings the keys that some query of a rank has chosen, and no
+  others.
 
 Choices are kept for the backward pass. Indexers are trained by a loss of their own, which is not here.
 
@@ -16,15 +17,13 @@ are gathered first, so that choosing runs beside the exchange of keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import InfeasibleError
 from cpsim.masks.slices import Ints, RangeSets, sets_of
 from cpsim.masks.tiles import join_tiles, make_tiles
 from cpsim.schedule.builder import NOTHING, Access, Builder
@@ -35,7 +34,6 @@ from cpsim.strategies.sizes import Sizes
 Bools = NDArray[np.bool_]
 ADAPTED = ("none", "allgather", "ulysses")
 """Strategies that move keys as for dense attention; each of their attention ops sees all keys of its queries."""
-LAYOUTS = ("zigzag", "contiguous")
 
 
 class _Choice:
@@ -122,14 +120,14 @@ class _Choice:
         return there, np.repeat(one, size)
 
 
-def plan_chosen(name: str, dense: Schedule, workload: Workload, pass_: Pass) -> Schedule:
+def plan_chosen(dense: Schedule, workload: Workload, pass_: Pass, *, by_head: bool) -> Schedule:
     """A strategy's schedule for dense attention with the choice of keys before its attention.
 
     Args:
-        name: one of ``ADAPTED``.
-        dense: of the same pass of all unmasked pairs.
+        dense: of one of ``ADAPTED``, of all unmasked pairs.
         workload: the case; a list of blocks is chosen before, so that nothing is added.
         pass_: forward or backward.
+        by_head: ranks attend for all queries, with some of the heads.
     """
     assert workload.sparse is not None
     if not workload.sparse.scores:
@@ -145,7 +143,7 @@ def plan_chosen(name: str, dense: Schedule, workload: Workload, pass_: Pass) -> 
     choice = _Choice(b, workload, mine, whole)
     attends = np.flatnonzero(is_one_of(dense.kind, ATTENTION_KINDS))
     first, moved, waits = int(attends[0]), np.full(len(dense), NOTHING), list[tuple[int, int]]()
-    spreads = name == "ulysses" and size > 1
+    spreads = by_head and size > 1
     if pass_ == "bwd":
         tokens = workload.num_tokens if spreads else choice.tokens
         kept = choice.kept("choice", np.repeat(whole, size) if spreads else mine, tokens)
@@ -189,38 +187,22 @@ def _own(s: Schedule) -> RangeSets:
     return RangeSets(np.cumsum([0, *map(len, ranges)]), np.concatenate(ranges))
 
 
-def fetch_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Layouts worth trying, where keys are chosen."""
-    del cluster
-    if workload.sparse is None:
-        raise InfeasibleError("fetch asks for chosen keys: queries see all keys here; name sparse, or use allgather")
-    return tuple({"layout": layout} for layout in LAYOUTS)
-
-
-def plan_fetch(workload: Workload, cluster: Cluster, pass_: Pass, *, layout: str = "zigzag") -> Schedule:
+def plan_fetch(workload: Workload, shards: RangeSets, pass_: Pass) -> Schedule:
     """Queries stay; of other ranks' keys those come that some query of a rank has chosen.
 
     How many these are is an expectation (``Sparse.chances``); which ones they are, the schedule states by
     spreading the expected number over the units that they may be.
 
     Args:
-        workload, cluster, pass_: the case.
-        layout: ``zigzag`` (of the packed sequence) balances pairs; ``contiguous`` has neighbours on one rank.
+        workload: the case.
+        shards: tokens of every rank, equally many.
+        pass_: forward or backward.
 
     Raises:
-        InfeasibleError: nothing is chosen, or the ranks do not divide the tokens.
+        InfeasibleError: nothing is chosen.
     """
-    if layout not in LAYOUTS:
-        raise ScenarioError(f"knobs.layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
-    fetch_knobs(workload, cluster)
-    size = cluster.num_gpus
-    if workload.num_tokens % (2 * size):
-        raise InfeasibleError(
-            f"fetch needs tokens that twice the ranks divide, got {workload.num_tokens} tokens on {size} GPUs"
-        )
-    bounds = np.array([0, workload.num_tokens])
-    contiguous = layout == "contiguous"
-    shards = sharding.contiguous(workload.num_tokens, size) if contiguous else sharding.zigzag_shards(bounds, size)[0]
+    if workload.sparse is None:
+        raise InfeasibleError("keys chosen: queries see all keys here; name sparse, or leave keys out")
     return plan_wanted(workload, shards, expected_keys(workload, shards), pass_)
 
 
@@ -262,7 +244,7 @@ def _cells(sets: RangeSets, edges: Ints) -> Bools:
 
 
 def plan_wanted(workload: Workload, shards: RangeSets, wanted: RangeSets, pass_: Pass) -> Schedule:
-    """The schedule of ``fetch`` for the keys that every rank wants, its own among them.
+    """The schedule of ``plan_fetch`` for the keys that every rank wants, its own among them.
 
     Args:
         workload: the case.
@@ -275,7 +257,7 @@ def plan_wanted(workload: Workload, shards: RangeSets, wanted: RangeSets, pass_:
 
 
 class _Fetch:
-    """One ``fetch`` schedule under construction."""
+    """One schedule of fetched keys under construction."""
 
     def __init__(self, workload: Workload, shards: RangeSets, wanted: RangeSets) -> None:
         size = len(shards)

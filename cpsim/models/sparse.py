@@ -4,11 +4,12 @@
 
 The kinds of work of every kernel are ``WORK``; rates are in ``cpsim/data/sparse.json``, which ``python -m
 studies.sparse --fit`` makes from points that ``cpsim.real.measure.sparse`` measured on an H100. Other GPUs take longer
-or shorter as their tensor cores' peaks are to that of the H100. What was not measured as one kernel follows from
-another's rate, says so, and has a wide interval:
+or shorter as their tensor cores' peaks are to that of the H100. What was not measured as one kernel says so and has a
+wide interval:
 
-* the backward pass of chosen latents (``dsa``), 2.5 times the FLOP at the forward kernel's rate;
-* lists of blocks, at the rate of a causal window.
+* the backward pass of chosen latents (``dsa``) has 2.5 times the FLOP, at the forward kernel's rate;
+* lists of blocks run at the rate of a causal window;
+* a kernel without points runs at ``SHARE`` of the peak, and moves what it reads and writes at the bandwidth of memory.
 
 Kernels follow each other without overlap. Scores are taken as made in tiles: no memory is counted for them.
 """
@@ -40,6 +41,14 @@ UNMEASURED_SIGMA: Final = 0.5
 OTHER_GPU_SIGMA: Final = 0.3
 """The same of GPUs where none of these kernels was measured; assumed."""
 _CODE: Final = {"dsa": "Triton and PyTorch", "nsa": "fla-core", "moba": "fla-core", "blocks": "flash-attn 2"}
+SHARE: Final = 0.3
+"""Of the tensor cores' peak, where a kernel has no points; assumed."""
+CALL_S: Final = 2e-5
+"""The same of a call."""
+BYTES: Final[Mapping[str, float]] = {"rows": 4.0, "pairs": 12.0, "queries": 0.0, "gates": 12.0, "moved": 6.0}
+"""Read and written for a piece of work, where a kernel has no points: bf16 once each way, scores in fp32 three times;
+assumed."""
+_PASS: Final = {"fwd": "forward", "bwd": "backward"}
 BACKWARD: Final = 2.5
 """FLOP of a backward pass over those of its forward pass."""
 
@@ -116,9 +125,20 @@ class Rates:
 
 @cache
 def rates() -> Mapping[str, Rates]:
-    """The fitted rates, by kernel and pass."""
+    """Rates by kernel and pass: fitted, or from the GPU's description."""
     data = json.loads(DATA.read_text(encoding="utf-8"))
-    return {name: Rates(one["call_s"], one["work_s"], one["sigma"]) for name, one in data["kernels"].items()}
+    fitted = {name: Rates(one["call_s"], one["work_s"], one["sigma"]) for name, one in data["kernels"].items()}
+    return {name: fitted.get(name) or described(name) for name in WORK}
+
+
+def described(name: str) -> Rates:
+    """A kernel's rates where it has no points."""
+    gpu = find_gpu(MEASURED_ON)
+    assert gpu is not None
+    passes = BACKWARD if name.endswith("bwd") else 1.0
+    flop_s = passes / (SHARE * gpu.peak_flops_per_s)
+    of_bytes = {kind: passes * nbytes / gpu.memory_bandwidth_bytes_per_s for kind, nbytes in BYTES.items()}
+    return Rates(CALL_S, {kind: flop_s if kind == "flop" else of_bytes[kind] for kind in WORK[name]}, UNMEASURED_SIGMA)
 
 
 def ranges_of(tiles: Tiles, tile: int) -> Iterator[tuple[int, int]]:
@@ -220,7 +240,13 @@ def _scale(given: Conditions) -> float:
 
 
 def _names(workload: Workload, pass_: str) -> tuple[list[str], bool]:
-    """Kernels of a pass, and whether all of them were measured."""
+    """Kernels of a pass, and whether all of them were measured as they are."""
+    names, whole = _kernels(workload, pass_)
+    return names, whole and all(rates()[name].sigma < UNMEASURED_SIGMA for name in names)
+
+
+def _kernels(workload: Workload, pass_: str) -> tuple[list[str], bool]:
+    """Kernels of a pass, and whether these are the ones that it runs."""
     assert workload.sparse is not None
     back = pass_ == "bwd"
     match workload.sparse.kind:
@@ -252,13 +278,11 @@ def notes(given: Conditions, pass_: str) -> Iterator[str]:
     sparse = workload.sparse
     _, measured = _names(workload, pass_)
     about, gpu = f"sparse {sparse.kind}", given.cluster.gpu.name
-    yield f"{about}: kernels of {_CODE[sparse.kind]}, measured on an H100; {given.kernel} stands for their power alone"
+    yield f"{about}: kernels of {_CODE[sparse.kind]} on an H100; {given.kernel} stands for their power alone"
     if not _is_measured(given):
         yield f"{about}: not measured on {gpu}, in proportion to the peak of its tensor cores"
-    if not measured and sparse.kind == "dsa":
-        yield f"{about}: the backward pass is not measured as one kernel; from its FLOP, interval as wide as a guess"
-    elif not measured:
-        yield f"{about}: lists of blocks are not measured; at the rate of a window, interval as wide as a guess"
+    if not measured:
+        yield f"{about}: the {_PASS[pass_]} pass is not measured as it runs; its interval is as wide as a guess"
     yield f"{about}: {sparse.alike} queries beside each other are assumed to choose alike, others independently"
     if sparse.kind == "dsa":
         yield "sparse dsa: the indexer's own training is not counted"

@@ -94,15 +94,12 @@ def plan(
             offers = f"it has {', '.join(known)}" if known else "it has none"
             raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
     chosen = code.check(name, workload, cluster.num_gpus, knobs)
+    if workload.sparse is not None and name not in ADAPTED:
+        raise InfeasibleError(f"sparse: chosen keys are planned for {', '.join(ADAPTED)}, got {name}; leave sparse out")
     if workload.value_dim not in (0, workload.head_dim) and (name not in ANY_VALUES or code.name != CPSIM.name):
         raise InfeasibleError(
             f"value_dim: values of another size than keys are planned for {', '.join(ANY_VALUES)} of our executor's "
             f"code, got {name} of {code.name}; leave value_dim out"
-        )
-    if workload.sparse is not None and (name not in ADAPTED or code is not CPSIM):
-        raise InfeasibleError(
-            f"sparse: chosen keys are planned for {', '.join(ADAPTED)} of our executor's code, got {name} of "
-            f"{code.name}; leave sparse out"
         )
     whose = () if code is CPSIM else (code,)
     schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)

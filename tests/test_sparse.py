@@ -12,10 +12,16 @@ from cpsim.case.sparse import INDEX_BYTES, PATTERNS, read_sparse, written
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError, ScheduleError
 from cpsim.masks.slices import RangeSets, dense_mask
+from cpsim.models import sparse as costs
+from cpsim.models.profile import load_profile
+from cpsim.prediction.conditions import conditions
+from cpsim.prediction.predict import predict
 from cpsim.schedule.check import validate
 from cpsim.schedule.schedule import Kind
 from cpsim.strategies import plan, sharding
+from cpsim.strategies.others import CPSIM
 from cpsim.strategies.sparse import expected_keys, plan_wanted
+from studies import sparse as study
 
 SMALL = {
     "dsa": {"top_k": 5, "index_heads": 2, "index_dim": 4, "alike": 8},
@@ -240,3 +246,73 @@ def test_what_cannot_be_planned_says_why():
     with pytest.raises(ScenarioError, match="one for all heads"):
         replace(workload("moba"), sparse=PATTERNS["dsa"])
     assert INDEX_BYTES == 4
+
+
+CASE = {"gpus": 8, "cluster": "dgx-h100", "tokens": 65536, "heads": 16, "kv_heads": 4, "strategy": "allgather"}
+LATENT = {"heads": 128, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_predictions_grow_with_the_keys_that_are_chosen_and_say_what_they_rest_on(kind):
+    case = CASE | (LATENT if kind == "dsa" else {})
+    few, many = (predict(case | {"sparse": {"kind": kind, "top_k": k}}) for k in (8, 512))
+    assert few.time_s < many.time_s
+    assert few.time_s_low < few.time_s < few.time_s_high
+    assert few.bytes_sent_per_gpu == many.bytes_sent_per_gpu  # all keys are gathered
+    assert any(note.startswith(f"sparse {kind}") for note in few.notes)
+
+
+def test_chosen_keys_send_fewer_bytes_where_many_queries_choose_alike():
+    sent = [
+        predict(CASE | {"sparse": {"kind": "moba", "alike": alike}, "knobs": knobs}).bytes_sent_per_gpu
+        for alike, knobs in ((64, {}), (64, {"keys": "chosen"}), (4096, {"keys": "chosen"}))
+    ]
+    assert sent[2] < sent[1] < sent[0]
+
+
+def test_what_was_not_measured_is_as_uncertain_as_a_guess():
+    dense, blocks = (predict(CASE | more) for more in ({}, {"sparse": "blocks"}))
+    width = [np.log(p.time_s_high / p.time_s_low) for p in (dense, blocks)]
+    assert width[1] > 1.5 * width[0]
+
+
+def test_other_gpus_take_longer_by_the_peak_of_their_tensor_cores():
+    w = workload("moba")
+    schedule = plan("none", w, load_cluster("dgx-h100").with_gpus(1), "fwd", {})
+    seconds = {}
+    for name in ("dgx-h100", "p4de"):
+        gpu = load_cluster(name).with_gpus(1)
+        given = conditions(CPSIM, "none", w, gpu, load_profile("h100"), "fa4", "synced")
+        ops = np.flatnonzero(schedule.kind == Kind.SELECT)
+        seconds[name] = costs.op_seconds(schedule, ops, given).sum() * gpu.gpu.peak_flops_per_s
+    assert seconds["dgx-h100"] == pytest.approx(seconds["p4de"])
+
+
+def test_a_fit_finds_the_rates_that_points_were_made_with():
+    made = costs.Rates(3e-5, {"flop": 2e-15, "rows": 1e-12}, 0.0)
+    calls = [
+        costs.Call(queries=n, pairs=n * k, heads=h, key=128, value=128)
+        for n, k, h in ((4096, 64, 16), (8192, 512, 16), (16384, 1024, 64), (4096, 2048, 8))
+    ]
+    points = [(call, made.seconds(call), int(call.queries)) for call in calls]
+    found = study.fitted("attend_blocks fwd", points)
+    assert found.call_s == pytest.approx(made.call_s, rel=1e-6)
+    assert found.of_work_s == pytest.approx(made.of_work_s, rel=1e-6)
+    off = [(call, seconds * 1.5 if keys == 8192 else seconds, keys) for call, seconds, keys in points]
+    assert max(np.abs(study.left_out("attend_blocks fwd", off))) > 0.2
+
+
+def test_the_file_of_rates_is_what_the_study_makes():
+    assert costs.DATA.read_text(encoding="utf-8") == study.fit()
+
+
+def test_the_executor_refuses_chosen_keys():
+    pytest.importorskip("torch")
+    from cpsim.case.load import scenario_from
+    from cpsim.real.others.cpsim import make
+
+    with pytest.raises(InfeasibleError, match="the executor attends to all keys"):
+        make(scenario_from(CASE | {"sparse": "blocks"}), "fwd", None)
+    theirs = CASE | {"sparse": "moba", "implementation": "ring-flash-attn", "strategy": "zigzag_ring", "kernel": "fa2"}
+    with pytest.raises(InfeasibleError, match="sparse"):
+        predict(theirs)

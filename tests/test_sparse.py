@@ -316,3 +316,16 @@ def test_the_executor_refuses_chosen_keys():
     theirs = CASE | {"sparse": "moba", "implementation": "ring-flash-attn", "strategy": "zigzag_ring", "kernel": "fa2"}
     with pytest.raises(InfeasibleError, match="sparse"):
         predict(theirs)
+
+
+@pytest.mark.parametrize(("layout", "most"), [("contiguous", 1.75), ("zigzag", 1.0)])
+def test_scores_are_uneven_where_shards_are_contiguous_and_choices_nearly_even(layout, most):
+    w = replace(workload("dsa", (4096,)), sparse=read_sparse({"kind": "dsa", "top_k": 64}))
+    schedule = plan("allgather", w, cluster(4), "fwd", {"layout": layout})
+    tiles = schedule.tile[schedule.kind == Kind.SELECT].tolist()
+    ranges = [np.array(list(costs.ranges_of(schedule.tiles, tile))).T for tile in tiles]
+    scored = np.array([w.sparse.scored(*r).sum() for r in ranges])
+    assert scored.max() / scored.mean() == pytest.approx(most, rel=0.01)
+    attended = np.array([w.sparse.attended(*r).sum() for r in ranges])
+    assert attended.max() / attended.mean() < 1.01
+    assert attended.sum() == w.pairs()

@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 
 from cpsim.case.cluster import load_cluster
+from cpsim.case.gpu import find_gpu
 from cpsim.case.sparse import INDEX_BYTES, PATTERNS, read_sparse, written
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError, ScheduleError
 from cpsim.masks.slices import RangeSets, dense_mask
 from cpsim.models import sparse as costs
-from cpsim.models.profile import load_profile
-from cpsim.prediction.conditions import conditions
 from cpsim.prediction.predict import predict
 from cpsim.schedule.check import validate
 from cpsim.schedule.schedule import Kind
 from cpsim.strategies import plan, sharding
-from cpsim.strategies.others import CPSIM
 from cpsim.strategies.sparse import expected_keys, plan_wanted
 from studies import sparse as study
 
@@ -276,16 +274,24 @@ def test_what_was_not_measured_is_as_uncertain_as_a_guess():
     assert width[1] > 1.5 * width[0]
 
 
-def test_other_gpus_take_longer_by_the_peak_of_their_tensor_cores():
-    w = workload("moba")
-    schedule = plan("none", w, load_cluster("dgx-h100").with_gpus(1), "fwd", {})
-    seconds = {}
-    for name in ("dgx-h100", "p4de"):
-        gpu = load_cluster(name).with_gpus(1)
-        given = conditions(CPSIM, "none", w, gpu, load_profile("h100"), "fa4", "synced")
-        ops = np.flatnonzero(schedule.kind == Kind.SELECT)
-        seconds[name] = costs.op_seconds(schedule, ops, given).sum() * gpu.gpu.peak_flops_per_s
-    assert seconds["dgx-h100"] == pytest.approx(seconds["p4de"])
+def test_other_gpus_differ_by_peak_and_bandwidth():
+    h200, a100 = find_gpu("h200"), find_gpu("a100")
+    here, there = costs.rates_on(h200), costs.rates_on(a100)
+    assert here == costs.rates()
+    flop = h200.peak_flops_per_s / a100.peak_flops_per_s
+    memory = h200.memory_bandwidth_bytes_per_s / a100.memory_bandwidth_bytes_per_s
+    for name, kind, ratio in (
+        ("moba fwd", "flop", flop),
+        ("choose_keys fwd", "pairs", memory),
+        ("index fwd", "flop", memory),
+    ):
+        assert there[name].of_work_s[kind] == pytest.approx(here[name].of_work_s[kind] * ratio)
+    wide, narrow = (
+        predict(CASE | {"cluster": cluster, "sparse": "moba", "gpus": 8, "kernel": "fa2"})
+        for cluster in ("p4de", "dgx-h200")
+    )
+    assert any("not measured on" in note for note in wide.notes)
+    assert not any("sparse moba: not measured on" in note for note in narrow.notes)
 
 
 def test_a_fit_finds_the_rates_that_points_were_made_with():

@@ -3,13 +3,13 @@
     seconds = call + rate_1 * work_1 + rate_2 * work_2 + ...
 
 The kinds of work of every kernel are ``WORK``; rates are in ``cpsim/data/sparse.json``, which ``python -m
-studies.sparse --fit`` makes from points that ``cpsim.real.measure.sparse`` measured on an H100. Other GPUs take longer
-or shorter as their tensor cores' peaks are to that of the H100. What was not measured as one kernel says so and has a
-wide interval:
+studies.sparse --fit`` makes from points that ``cpsim.real.measure.sparse`` measured on an H200. Other GPUs differ by
+the peak of their tensor cores in FLOP, and by the bandwidth of their memory in all else. What was not measured as it
+runs says so and has a wide interval:
 
-* the backward pass of chosen latents (``dsa``) has 2.5 times the FLOP, at the forward kernel's rate;
 * lists of blocks run at the rate of a causal window;
-* a kernel without points runs at ``SHARE`` of the peak, and moves what it reads and writes at the bandwidth of memory.
+* a kernel without points, as those of ``nsa``, runs at ``SHARE`` of the peak, and moves what it reads and writes at the
+  bandwidth of memory.
 
 Kernels follow each other without overlap. Scores are taken as made in tiles: no memory is counted for them.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.gpu import find_gpu
+from cpsim.case.gpu import Gpu, find_gpu
 from cpsim.case.workload import Workload
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import Tiles
@@ -35,12 +35,13 @@ from cpsim.schedule.schedule import Kind, Schedule
 
 Floats = NDArray[np.float64]
 DATA: Final = Path(__file__).parent.with_name("data") / "sparse.json"
-MEASURED_ON: Final = "h100"
+MEASURED_ON: Final = "h200"
 UNMEASURED_SIGMA: Final = 0.5
 """Standard deviation, relative, of what follows from another kernel's rate; assumed."""
 OTHER_GPU_SIGMA: Final = 0.3
 """The same of GPUs where none of these kernels was measured; assumed."""
-_CODE: Final = {"dsa": "Triton and PyTorch", "nsa": "fla-core", "moba": "fla-core", "blocks": "flash-attn 2"}
+BACKWARD: Final = 2.5
+"""FLOP of a backward pass over those of its forward pass."""
 SHARE: Final = 0.3
 """Of the tensor cores' peak, where a kernel has no points; assumed."""
 CALL_S: Final = 2e-5
@@ -48,9 +49,15 @@ CALL_S: Final = 2e-5
 BYTES: Final[Mapping[str, float]] = {"rows": 4.0, "pairs": 12.0, "queries": 0.0, "gates": 12.0, "moved": 6.0}
 """Read and written for a piece of work, where a kernel has no points: bf16 once each way, scores in fp32 three times;
 assumed."""
+OF_MEMORY: Final = ("index fwd", "attend_keys fwd", "attend_keys bwd")
+"""Kernels whose FLOP take as long as memory does: PyTorch writes scores and gathered keys out."""
+_CODE: Final = {
+    "dsa": "kernels of PyTorch, which writes scores and gathered keys out; fused ones are several times as fast",
+    "nsa": "kernels of fla-core",
+    "moba": "kernels of fla-core over PyTorch's flash attention",
+    "blocks": "kernels of PyTorch's flash attention",
+}
 _PASS: Final = {"fwd": "forward", "bwd": "backward"}
-BACKWARD: Final = 2.5
-"""FLOP of a backward pass over those of its forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +88,14 @@ WORK: Final[Mapping[str, Sequence[str]]] = {
     "index fwd": ("flop",),
     "choose_keys fwd": ("pairs", "queries"),
     "attend_keys fwd": ("flop",),
+    "attend_keys bwd": ("flop",),
     "compress_attend fwd": ("flop", "rows"),
     "compress_attend bwd": ("flop", "rows"),
     "choose_blocks fwd": ("flop", "rows"),
     "attend_blocks fwd": ("flop", "rows"),
     "attend_blocks bwd": ("flop", "rows"),
-    "window fwd": ("flop", "rows"),
-    "window bwd": ("flop", "rows"),
+    "window fwd": ("flop",),
+    "window bwd": ("flop",),
     "moba fwd": ("flop", "gates", "moved"),
     "moba bwd": ("flop", "moved"),
 }
@@ -129,6 +137,20 @@ def rates() -> Mapping[str, Rates]:
     data = json.loads(DATA.read_text(encoding="utf-8"))
     fitted = {name: Rates(one["call_s"], one["work_s"], one["sigma"]) for name, one in data["kernels"].items()}
     return {name: fitted.get(name) or described(name) for name in WORK}
+
+
+@cache
+def rates_on(gpu: Gpu) -> Mapping[str, Rates]:
+    """Rates on another GPU, by its description."""
+    measured = find_gpu(MEASURED_ON)
+    assert measured is not None
+    flop = measured.peak_flops_per_s / gpu.peak_flops_per_s
+    memory = measured.memory_bandwidth_bytes_per_s / gpu.memory_bandwidth_bytes_per_s
+    found = {}
+    for name, one in rates().items():
+        moved = {k: r * (flop if k == "flop" and name not in OF_MEMORY else memory) for k, r in one.of_work_s.items()}
+        found[name] = replace(one, of_work_s=moved)
+    return found
 
 
 def described(name: str) -> Rates:
@@ -189,20 +211,20 @@ def op_seconds(schedule: Schedule, ops: Ints, given: Conditions) -> Floats:
     known: dict[tuple[int, int, int, int], float] = {}
     counted: dict[int, _Counts] = {}
     found = np.zeros(len(ops))
-    scale = _scale(given)
+    of = rates_on(given.cluster.gpu)
     for i, op in enumerate(ops.tolist()):
         tile, kind = int(schedule.tile[op]), int(schedule.kind[op])
         heads, kv_heads = int(schedule.heads[op, 1]), int(schedule.heads[op, 3])
         key = tile, kind, heads, kv_heads
         if key not in known:
             counts = counted.get(tile) or counted.setdefault(tile, _counts(workload, schedule.tiles, tile))
-            known[key] = _seconds(workload, Kind(kind), counts, heads) * scale
+            known[key] = _seconds(workload, Kind(kind), counts, heads, of)
         found[i] = known[key]
     return found
 
 
-def _seconds(workload: Workload, kind: Kind, counts: _Counts, heads: int) -> float:
-    sparse, of, queries = workload.sparse, rates(), counts.queries
+def _seconds(workload: Workload, kind: Kind, counts: _Counts, heads: int, of: Mapping[str, Rates]) -> float:
+    sparse, queries = workload.sparse, counts.queries
     assert sparse is not None
     dims = {"heads": float(heads), "key": float(workload.head_dim), "value": float(workload.values)}
     suffix = "bwd" if kind == Kind.ATTENTION_BACKWARD else "fwd"
@@ -213,10 +235,8 @@ def _seconds(workload: Workload, kind: Kind, counts: _Counts, heads: int) -> flo
         case "dsa", Kind.SELECT:
             indexed = Call(queries=queries, pairs=counts.scored, heads=sparse.index_heads, key=sparse.index_dim)
             return of["index fwd"].seconds(indexed) + of["choose_keys fwd"].seconds(scores)
-        case "dsa", Kind.ATTENTION:
-            return of["attend_keys fwd"].seconds(attend)
         case "dsa", _:
-            return BACKWARD * of["attend_keys fwd"].seconds(attend)
+            return of[f"attend_keys {suffix}"].seconds(attend)
         case "nsa", Kind.SELECT:
             return of["compress_attend fwd"].seconds(scores) + of["choose_blocks fwd"].seconds(scores)
         case "nsa", _:
@@ -232,13 +252,6 @@ def _seconds(workload: Workload, kind: Kind, counts: _Counts, heads: int) -> flo
     return of[f"window {suffix}"].seconds(attend)
 
 
-def _scale(given: Conditions) -> float:
-    """How much longer the GPU takes than the one that was measured."""
-    measured = find_gpu(MEASURED_ON)
-    assert measured is not None
-    return measured.peak_flops_per_s / given.cluster.gpu.peak_flops_per_s
-
-
 def _names(workload: Workload, pass_: str) -> tuple[list[str], bool]:
     """Kernels of a pass, and whether all of them were measured as they are."""
     names, whole = _kernels(workload, pass_)
@@ -251,7 +264,7 @@ def _kernels(workload: Workload, pass_: str) -> tuple[list[str], bool]:
     back = pass_ == "bwd"
     match workload.sparse.kind:
         case "dsa":
-            return (["attend_keys fwd"], False) if back else (["index fwd", "choose_keys fwd", "attend_keys fwd"], True)
+            return [f"attend_keys {pass_}", *([] if back else ["index fwd", "choose_keys fwd"])], True
         case "nsa":
             more = ["compress_attend bwd"] if back else ["compress_attend fwd", "choose_blocks fwd"]
             return [f"attend_blocks {pass_}", f"window {pass_}", *more], True
@@ -278,9 +291,9 @@ def notes(given: Conditions, pass_: str) -> Iterator[str]:
     sparse = workload.sparse
     _, measured = _names(workload, pass_)
     about, gpu = f"sparse {sparse.kind}", given.cluster.gpu.name
-    yield f"{about}: kernels of {_CODE[sparse.kind]} on an H100; {given.kernel} stands for their power alone"
+    yield f"{about}: {_CODE[sparse.kind]}; {given.kernel} stands for their power alone"
     if not _is_measured(given):
-        yield f"{about}: not measured on {gpu}, in proportion to the peak of its tensor cores"
+        yield f"{about}: not measured on {gpu}, from {MEASURED_ON.upper()} in proportion to peak and bandwidth"
     if not measured:
         yield f"{about}: the {_PASS[pass_]} pass is not measured as it runs; its interval is as wide as a guess"
     yield f"{about}: {sparse.alike} queries beside each other are assumed to choose alike, others independently"

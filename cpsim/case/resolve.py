@@ -9,6 +9,7 @@ from cpsim.case.documents import as_taken, draw_documents
 from cpsim.case.model import MODELS, Lora, Model, model_from
 from cpsim.case.parallel import Parallel, Recompute, Sharding
 from cpsim.case.scenario import DocumentDraw, LoraSection, ParallelSection, Scenario
+from cpsim.case.sparse import read_sparse
 from cpsim.case.workload import Workload
 from cpsim.errors import ScenarioError
 from cpsim.masks.names import MASK_NAMES
@@ -45,6 +46,7 @@ def workload_of(scenario: Scenario) -> Workload:
         value_dim=scenario.value_dim or (model_of(scenario).value_dim if scenario.model is not None else 0),
         dtype=scenario.dtype,
         cached=scenario.cached or 0,
+        sparse=None if scenario.sparse is None else read_sparse(scenario.sparse),
     )
 
 

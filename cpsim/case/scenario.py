@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cpsim.case.files import explain
 from cpsim.case.model import MODELS
 from cpsim.case.parallel import CudaGraphs, Dispatcher, Fp8, Gradients, PipelineSchedule, Precision, Recompute, Sharding
+from cpsim.case.sparse import read_sparse, written
 from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
 
@@ -251,6 +252,9 @@ class Scenario(BaseModel):
     """Lengths [tokens] in packing order, or how to draw them; None is one document of all tokens."""
     mask: str | Mapping[str, Any] = "causal"
     """A name of ``MASK_NAMES``, or a mapping with ``name`` and those of the mask's options that are no defaults."""
+    sparse: str | Mapping[str, Any] | None = None
+    """How queries choose among the keys that they see: a name of ``cpsim.case.sparse.PATTERNS``, or a mapping with
+    ``kind`` and the fields that differ from its paper's; None: they see all."""
     heads: Annotated[int, Field(ge=1, le=65536)]
     kv_heads: Annotated[int, Field(ge=1, le=65536)]
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
@@ -415,6 +419,11 @@ class Scenario(BaseModel):
         name, options = read_mask(value)
         return {"name": name, **dict(options)} if options else name
 
+    @field_validator("sparse", mode="before")
+    @classmethod
+    def _read_sparse(cls, value: object) -> object:
+        return None if value is None else written(read_sparse(value))
+
     @field_validator("knobs", mode="after")
     @classmethod
     def _finite(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -440,6 +449,10 @@ class Scenario(BaseModel):
         if (self.tokens is None) == (self.tokens_per_gpu is None):
             got = "neither" if self.tokens is None else "both"
             raise ValueError(f"tokens: expected either tokens or tokens_per_gpu, got {got}")
+        if self.sparse is not None and self.model is not None:
+            raise ValueError(
+                "sparse: belongs to attention alone; steps and layers have none yet: leave it or model out"
+            )
         total = self.num_tokens
         if total > MAX_TOKENS:
             raise ValueError(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+import numpy as np
+
+from cpsim.case.sparse import Sparse
 from cpsim.errors import ScenarioError
 from cpsim.masks.names import Options
 
@@ -48,6 +51,8 @@ class Workload:
     """Times that all tokens are counted, once for every group of heads, where groups are apart; see ``by_group``."""
     groups_per_kv: int = 1
     """Head groups, one after the other, that see the keys of the first of them."""
+    sparse: Sparse | None = None
+    """How every query chooses among the keys that the mask shows it; None: it sees all of them."""
 
     def __post_init__(self) -> None:
         if not self.documents or min(self.documents) < 1:
@@ -57,8 +62,19 @@ class Workload:
             raise ScenarioError(f"cached: expected fewer than all {sum(self.documents)} tokens, got {self.cached}")
         if min(self.num_heads, self.num_kv_heads, self.head_dim, self.values) < 1 or self.num_heads % self.num_kv_heads:
             raise ScenarioError(f"kv_heads: expected a divisor of heads = {self.num_heads}, got {self.num_kv_heads}")
+        if self.sparse is not None:
+            self._check_sparse(self.sparse)
         if self.dtype not in BYTES_PER_ELEMENT:
             raise ScenarioError(f"dtype: expected one of {', '.join(BYTES_PER_ELEMENT)}, got {self.dtype!r}")
+
+    def _check_sparse(self, sparse: Sparse) -> None:
+        if self.mask not in ("causal", "causal_document"):
+            raise ScenarioError(f"sparse: queries choose under causal or causal_document masks, got mask {self.mask}")
+        if sparse.latent and (self.num_kv_heads != 1 or self.values > self.head_dim):
+            raise ScenarioError(
+                f"sparse: dsa chooses latents, one for all heads, e.g. heads: 128, kv_heads: 1, head_dim: 576, "
+                f"value_dim: 512; got {self.num_kv_heads} kv_heads of {self.head_dim} with values of {self.values}"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -107,13 +123,26 @@ class Workload:
         """Model FLOP of one pass over all heads.
 
         Forward: 4 * area * num_heads * head_dim (two products of two FLOP per pair and element, one over the elements
-        of keys, one over those of values). Backward: 2.5 times that (three products and two).
+        of keys, one over those of values). Backward: 2.5 times that (three products and two). Of chosen keys
+        alone, what choosing takes not counted.
 
         Reference: Dao, FlashAttention-2 (2023), section 4.1. Differs: exact mask area, not half, for causal.
         """
         of_keys, of_values = (2, 2) if pass_ == "fwd" else (6, 4)
         elements = of_keys * self.head_dim + of_values * self.values
-        return float(self.area() * self.num_heads * elements)
+        return float((self.area() if self.sparse is None else self.pairs()) * self.num_heads * elements)
+
+    def pairs(self) -> int:
+        """(query, key) pairs of one head that are attended to: unmasked and, where keys are chosen, chosen ones."""
+        if self.sparse is None:
+            return self.area()
+        lengths = np.array(self.documents if self.mask == "causal_document" else (self.num_tokens,))
+        return int(self.sparse.attended(np.zeros_like(lengths), lengths).sum())
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of a key and its value."""
+        return self.head_dim + (0 if self.sparse is not None and self.sparse.latent else self.values)
 
     @property
     def values(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.workload import mean_head_bytes
+from cpsim.case.workload import Workload, mean_head_bytes
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.profile import Profile
 
@@ -49,6 +49,8 @@ class Conditions:
     """Kernels are told the lengths of their sequences even where there is only one."""
     reads: bool = False
     """Hosts wait for their GPUs when an iteration starts."""
+    sparse: Workload | None = None
+    """The problem, where its queries choose their keys."""
     alike: float = 1.0
     """Replication factor of a folded schedule: GPUs for each simulated one, the slowest of which decides."""
 

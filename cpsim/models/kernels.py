@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cpsim.masks.blocks import Visits
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import Sequences, sequences
+from cpsim.models import sparse
 from cpsim.models.attention.calls import attention_op_seconds, head_shapes
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.conditions import PACKED_AS, Conditions
@@ -67,12 +68,18 @@ class _Kernels:
         schedule = self.schedule
         endless, full = np.zeros(len(schedule)), np.zeros(len(schedule))
         group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
+        which: Pass
         for kind in schedule.kinds():
             if kind in COMMUNICATION_KINDS:
                 continue
             ops = np.flatnonzero(schedule.kind == kind)
-            if kind in ATTENTION_KINDS:
-                which: Pass = "fwd" if kind == Kind.ATTENTION else "bwd"
+            if self.given.sparse is not None and kind in (*ATTENTION_KINDS, Kind.SELECT):
+                which = "bwd" if kind == Kind.ATTENTION_BACKWARD else "fwd"
+                endless[ops] = full[ops] = sparse.op_seconds(schedule, ops, self.given)
+                group[ops] = GROUPS.index(f"attention {which}")
+                self._note(*sparse.notes(self.given, which))
+            elif kind in ATTENTION_KINDS:
+                which = "fwd" if kind == Kind.ATTENTION else "bwd"
                 endless[ops], full[ops] = self._attention(ops, which)
                 group[ops] = GROUPS.index(f"attention {which}")
             elif kind == Kind.ELEMENTWISE and self.profile.layers and len(schedule.products):

@@ -72,7 +72,8 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
     """
     kinds = schedule.kinds()
     pass_: Pass = "bwd" if Kind.ATTENTION_BACKWARD in kinds else "fwd"
-    check_calls(given.kernel, given.dtype, given.head_dim, schedule, given.direct, given.value_dim)
+    if given.sparse is None:
+        check_calls(given.kernel, given.dtype, given.head_dim, schedule, given.direct, given.value_dim)
     base = _base_costs(schedule, pass_, given)
     settled = settle(schedule, pass_, base.endless_s, base.full_clock_s, base.release_s, base.eager, base.paced, given)
     duration = with_faults(schedule, slowest_of_many(schedule, pass_, settled.duration_s, given), given)
@@ -163,7 +164,7 @@ def _held(
     Only attention of few waves has any; less than 0 where the last wave has room for what did not fit the first.
     """
     longer, ops, near = np.zeros(len(schedule)), attention_ops(schedule), ~base.paced[base.messages.op]
-    if not (len(ops) and near.any()) or limits_of(given.kernel).any_mask:
+    if not (len(ops) and near.any()) or limits_of(given.kernel).any_mask or given.sparse is not None:
         return longer
     params = given.attention_params(pass_)
     tiles, tile, heads = sequences(schedule.tiles), schedule.tile[ops], schedule.heads[ops, 1]

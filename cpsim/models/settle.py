@@ -28,6 +28,7 @@ _POWER_OF: Final = {
     **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
     **dict.fromkeys((Kind.ATTENTION, Kind.ATTENTION_BACKWARD, Kind.BARRIER), "none"),
     Kind.GEMM: "products",
+    Kind.SELECT: "products",
 }
 """What ops draw power as, beside the attention whose clock it sets."""
 _LIMITED: Final = {"products": 1.0}

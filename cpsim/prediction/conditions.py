@@ -45,4 +45,5 @@ def conditions(
         messages=code.messages,
         varlen=workload.mask in support.varlen,
         reads=workload.mask in support.reads,
+        sparse=workload if workload.sparse is not None else None,
     )

@@ -194,6 +194,8 @@ def least_memory(workload: Workload, num_gpus: int, pass_: Pass) -> int:
 
 def _memory_of(schedule: Schedule, case: Case) -> int:
     """Bytes on the fullest GPU."""
+    if case.workload.sparse is not None:
+        return int(schedule.memory().max())
     return int((schedule.memory() + working_memory(schedule, case.scenario.kernel, case.workload.head_dim)).max())
 
 

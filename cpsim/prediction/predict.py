@@ -15,6 +15,7 @@ from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.resolve import flops_of, model_of, notes_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, InfeasibleError, MachineError
+from cpsim.models import sparse
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.gemm import FP8_SIGMA, GROUPED_SIGMA
 from cpsim.models.profile import Profile
@@ -311,8 +312,12 @@ def _host_notes(case: Case, seconds: float, quick: float, captured: float) -> tu
 def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
     """The draws of a prediction: strategies that came to equal schedules get equal ones, and tie."""
     words = f"{case.code.name} {case.scenario.kernel}"
+    profile, given = case.profile, case.conditions()
+    if given.sparse is not None:
+        wider = {f"attention {one} {given.kernel}": sparse.sigma(given, one) for one in ("fwd", "bwd")}
+        profile = replace(profile, sigma={**profile.sigma, **wider})
     return draws_of(
-        case.profile,
+        profile,
         case.cluster,
         case.scenario.kernel,
         captured=case.code.captured,

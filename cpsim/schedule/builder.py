@@ -194,6 +194,10 @@ class Builder:
                 self._accesses.extend(ops, buffers, blocks * 3 + mode)
         return ops
 
+    def also_reads(self, ops: Ints, access: Access) -> None:
+        """Ops that read one more buffer and block each, ``[n]``."""
+        self._accesses.extend(ops, access[0], access[1] * 3 + READ)
+
     def route(self, op: int, ranks: Ints, nbytes: Ints) -> None:
         """Bytes ``[g, g]`` that an all-to-all moves from each of its ranks ``[g]`` to each."""
         source, target = np.nonzero(nbytes)

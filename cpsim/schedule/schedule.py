@@ -62,6 +62,9 @@ class Kind(IntEnum):
     ELEMENTWISE = 12
     """Norm, activation, rotary and the like, or a strided copy of somebody's eager code. ``nbytes`` read plus
     written."""
+    SELECT = 13
+    """Scores of a tile's queries against its candidates, and the choice of the best; see ``cpsim.case.sparse``.
+    ``nbytes`` 0."""
 
 
 ATTENTION_KINDS: Final = (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)

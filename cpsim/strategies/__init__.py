@@ -28,6 +28,7 @@ from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.replicas import plan_per_sequence, plan_wlb, replica_knobs
 from cpsim.strategies.ring.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
+from cpsim.strategies.sparse import ADAPTED, plan_chosen
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
 from cpsim.strategies.usp import loongtrain_knobs, plan_loongtrain, plan_usp, usp_knobs
 
@@ -97,6 +98,8 @@ def plan(
             offers = f"it has {', '.join(known)}" if known else "it has none"
             raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
     chosen = code.check(name, workload, cluster.num_gpus, knobs)
+    if workload.sparse is not None and name not in ADAPTED:
+        raise InfeasibleError(f"sparse: chosen keys are planned for {', '.join(ADAPTED)}, got {name}; leave sparse out")
     if workload.value_dim not in (0, workload.head_dim) and (name not in ANY_VALUES or code.name != CPSIM.name):
         raise InfeasibleError(
             f"value_dim: values of another size than keys are planned for {', '.join(ANY_VALUES)} of our executor's "
@@ -109,8 +112,13 @@ def plan(
         )
     whose = () if code is CPSIM else (code,)
     schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)
-    if code is CPSIM and cluster.all_gpus == 1:  # nobody to exchange anything with; the planner has checked its knobs
-        return plan_single(workload, cluster, pass_)
+    alone = code is CPSIM and cluster.all_gpus == 1
+    if alone:  # nobody to exchange anything with; the planner has checked its knobs
+        schedule = plan_single(workload, cluster, pass_)
+    if workload.sparse is not None and (alone or chosen.get("keys") != "chosen"):
+        return plan_chosen(schedule, workload, pass_, by_head=name == "ulysses")
+    if alone:
+        return schedule
     if code.projections is None or pass_ == "fwd":
         return schedule
     return followed_by(schedule, code.projections.ops(workload, cluster.num_gpus))

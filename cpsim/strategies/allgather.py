@@ -28,8 +28,10 @@ from cpsim.strategies.allgather_halves import plan_halves
 from cpsim.strategies.others import CPSIM, GatherCode, HalvesCode, Implementation
 from cpsim.strategies.ring.ring import plan_cut
 from cpsim.strategies.sizes import Sizes
+from cpsim.strategies.sparse import plan_fetch
 
 LAYOUTS = ("contiguous", "zigzag", "document_zigzag")
+KEYS = ("all", "chosen")
 UNEVEN = 1.05
 """Largest over mean work of contiguous shards from which on another layout is worth trying."""
 
@@ -42,6 +44,7 @@ def plan_allgather(
     *,
     layout: str = "zigzag",
     heads_per_gather: int | None = None,
+    keys: str = "all",
 ) -> Schedule:
     """Queries stay; keys and values of all ranks are gathered.
 
@@ -50,12 +53,15 @@ def plan_allgather(
         code: whose implementation.
         layout: ``contiguous``, ``zigzag`` (packed sequence) or ``document_zigzag`` (every document).
         heads_per_gather: key-value heads gathered at a time; default all of them, without overlap.
+        keys: ``all``, or where queries choose their keys ``chosen``: only those that a rank's queries chose.
 
     Raises:
         InfeasibleError: ``heads_per_gather`` does not divide the key-value heads, or the ranks the tokens.
     """
     if layout not in LAYOUTS:
         raise ScenarioError(f"knobs.layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if keys not in KEYS:
+        raise ScenarioError(f"knobs.keys: expected one of {', '.join(KEYS)}, got {keys!r}")
     if code.gathered is not None:
         chunks = "contiguous" if layout == "contiguous" else "sequence"
         return plan_cut(workload, cluster, pass_, chunks, code.gathered)
@@ -71,6 +77,9 @@ def plan_allgather(
             f"allgather needs tokens divisible by ranks, since collectives move equal parts, "
             f"got {workload.num_tokens} tokens on {cluster.num_gpus} GPUs"
         )
+    if keys == "chosen":
+        bounds = sharding.documents_of(workload.slices(), workload.num_tokens)
+        return plan_fetch(workload, _shards(layout, bounds, cluster.num_gpus), pass_)
     if isinstance(code.allgather, HalvesCode):
         return plan_halves(workload, cluster.num_gpus, pass_, code.allgather)
     plan = _AllGather(workload, _cut(workload, cluster.num_gpus, layout), at_once, code.allgather)
@@ -110,7 +119,10 @@ def allgather_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[st
         layouts = ["contiguous", "zigzag", "document_zigzag"]
     per_gather = dict.fromkeys([workload.num_kv_heads, max(1, workload.num_kv_heads // 4), 1])
     divisors = [n for n in per_gather if workload.num_kv_heads % n == 0]
-    return tuple({"layout": layout, "heads_per_gather": n} for layout in layouts for n in divisors)
+    tried: list[Mapping[str, object]] = [{"layout": one, "heads_per_gather": n} for one in layouts for n in divisors]
+    if workload.sparse is not None:
+        tried += [{"layout": layout, "keys": "chosen"} for layout in ("contiguous", "zigzag")]
+    return tuple(tried)
 
 
 class _AllGather:

@@ -29,7 +29,7 @@ class Sizes:
 
     def kv(self, num_kv_heads: int) -> int:
         """K and V together, or dK and dV."""
-        return self.query(num_kv_heads) + self.output(num_kv_heads)
+        return num_kv_heads * self.workload.kv_elements * self.workload.bytes_per_element
 
     def lse(self, num_heads: int) -> int:
         """Log-sum-exp."""

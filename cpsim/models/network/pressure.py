@@ -19,6 +19,7 @@ LIKE_PRODUCTS: Final = "fa4 fwd"
 """What products lose beside communication was measured with this kernel: it keeps tensor cores as busy."""
 _PRESSURE_OF: Final = {
     Kind.GEMM: LIKE_PRODUCTS,
+    Kind.SELECT: LIKE_PRODUCTS,
     Kind.ATTENTION: "attention fwd",
     Kind.ATTENTION_BACKWARD: "attention bwd",
     Kind.ALL_GATHER: "all_gather",

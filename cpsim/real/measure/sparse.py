@@ -1,6 +1,6 @@
 """Measures kernels of sparse attention: of NSA and MoBA as fla-core has them, of DeepSeek's by Triton and PyTorch.
 
-    python -m cpsim.real.measure.sparse --seconds 130 --out h100-sparse.jsonl
+    python -m cpsim.real.measure.sparse --seconds 95 --out h100-sparse.jsonl
 
 Points are `op: sparse` with the keys kind, kernel, pass, queries, keys (tokens), num_heads, num_kv_heads, head_dim,
 value_dim, block, chosen (blocks or keys of a query), pairs (of queries and keys, or blocks, over all heads' shared
@@ -17,8 +17,8 @@ selection) and nbytes (moved by gathers). Kinds:
     gather_keys       chosen rows of keys (`torch`: index_select)
     attend_keys       DSA: absorbed MLA, 128 heads on chosen latents (`triton`, forward; `torch`, gathered, both passes)
 
-Points `op: attention` of PyTorch's flash attention, causal and with NSA's window, stand beside them. A tuner's kernels
-are compiled first, on all CPUs. On a CPU, or with `--cpu`, plain references run on a few tiny sizes.
+Points `op: attention` of PyTorch's flash attention, causal and with NSA's window, stand beside them. Of the
+variants that fla tunes some are tried. On a CPU, or with `--cpu`, plain references run on a few tiny sizes.
 
 Legend of tensor suffixes: T tokens, H query heads, G key heads, D dimension, N blocks or keys, S chosen.
 """
@@ -28,14 +28,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,15 +51,22 @@ HEADS, KV_HEADS = 64, 4
 DIMS: Final = ((192, 128), (128, 128))
 """Dimensions of queries and values: the paper's, and the usual ones."""
 LENGTHS: Final = (16384, 65536, 4096, 131072, 32768, 8192)
-MOBA: Final = ((512, 3), (2048, 3), (4096, 12), (1024, 8))
-"""Block and top-k of MoBA (arXiv 2502.13189, sections 3.1 and 3.3)."""
+MOBA: Final = (
+    (16384, 512, 3),
+    (65536, 2048, 3),
+    (16384, 2048, 3),
+    (4096, 512, 3),
+    (65536, 512, 3),
+    (16384, 1024, 8),
+    (131072, 4096, 12),
+    (32768, 512, 3),
+    (65536, 4096, 12),
+)
+"""Tokens, block and top-k of MoBA (arXiv 2502.13189, sections 3.1 and 3.3)."""
 MOBA_HEADS: Final = 16
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 LATENT, ROPE, MLA_HEADS = 512, 64, 128
 """DeepSeek-V3.2 (arXiv 2512.02556): its indexer, its choice, and MLA with the latents as keys and values."""
-WARM: Final = tuple((192, 128, 16384, i, 8) for i in range(8)) + tuple((192, 128, 65536, i, 4) for i in range(4))
-WARM_SECOND: Final = tuple((128, 128, 16384, i, 4) for i in range(4))
-"""Dimensions, tokens, and which share of every tuner's variants a process compiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,19 +381,22 @@ def _forward_only(function: Callable[..., Tensor], *given: Any) -> dict[str, Op]
     return {"fwd": partial(function, *given)}
 
 
-def measure_index(bench: Bench, queries: int, keys: int, heads: int = INDEX_HEADS, dim: int = INDEX_DIM) -> None:
-    """Scores of an indexer, and the choice of the highest."""
+def measure_index(
+    bench: Bench, queries: int, keys: int, kernel: str, heads: int = INDEX_HEADS, dim: int = INDEX_DIM
+) -> None:
+    """Scores of an indexer."""
     x = index_tensors(queries, keys, heads, dim, bench.device)
-    of = {"queries": queries, "keys": keys, "pairs": queries * keys}
-    ways: dict[str, Callable[..., Tensor]] = {"torch": plain_index} | ({"triton": triton_index} if bench.cuda else {})
-    heads_of = {"num_heads": heads, "num_kv_heads": 1, "head_dim": dim}
-    for kernel, way in ways.items():
-        measure(bench, "index", kernel, partial(_forward_only, way, *x), **heads_of, **of)
+    of = {"queries": queries, "keys": keys, "pairs": queries * keys, "num_heads": heads, "num_kv_heads": 1}
+    way = triton_index if kernel == "triton" else plain_index
+    measure(bench, "index", kernel, partial(_forward_only, way, *x), head_dim=dim, **of)
+
+
+def measure_choice(bench: Bench, queries: int, keys: int) -> None:
+    """The highest scores of every query."""
     scores = torch.randn(queries, keys, device=bench.device)
     top_k = min(TOP_K, keys // 2)
-    measure(
-        bench, "choose_keys", "torch", lambda: {"fwd": lambda: scores.topk(top_k, sorted=False)}, chosen=top_k, **of
-    )
+    of = {"queries": queries, "keys": keys, "pairs": queries * keys, "chosen": top_k}
+    measure(bench, "choose_keys", "torch", lambda: {"fwd": lambda: scores.topk(top_k, sorted=False)}, **of)
 
 
 def random_keys(queries: int, keys: int, top_k: int, device: torch.device) -> Tensor:
@@ -424,33 +431,33 @@ def triton_attention(q_THD: Tensor, kv_ND: Tensor, chosen_TS: Tensor, latent: in
     return out, lse
 
 
-def measure_chosen(bench: Bench, queries: int, keys: int, heads: int = MLA_HEADS, top_k: int = TOP_K) -> None:
-    """DSA's attention to chosen keys, and the gathers of them alone."""
-    device, latent, rope = bench.device, LATENT, ROPE
-    make = partial(torch.randn, device=device, dtype=narrow(device))
-    q, kv = make(queries, heads, latent + rope), make(keys, latent + rope)
-    chosen = random_keys(queries, keys, top_k, device)
+def chosen_tensors(
+    bench: Bench, queries: int, keys: int, heads: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Queries, latents, and chosen ones of every query; what the points say of them."""
+    make = partial(torch.randn, device=bench.device, dtype=narrow(bench.device))
     of: dict[str, Any] = {"queries": queries, "keys": keys, "chosen": top_k, "pairs": queries * top_k}
-    mla = {"num_heads": heads, "num_kv_heads": 1, "head_dim": latent + rope, "value_dim": latent}
-    if bench.cuda:
-        fused = partial(triton_attention, q, kv, chosen, latent)
-        measure(bench, "attend_keys", "triton", lambda: {"fwd": fused}, **of, **mla)
+    of |= {"num_heads": heads, "num_kv_heads": 1, "head_dim": LATENT + ROPE, "value_dim": LATENT}
+    chosen = random_keys(queries, keys, top_k, bench.device)
+    return make(queries, heads, LATENT + ROPE), make(keys, LATENT + ROPE), chosen, of
+
+
+def measure_chosen(bench: Bench, queries: int, keys: int) -> None:
+    """DSA's attention to chosen keys, as one kernel."""
+    q, kv, chosen, of = chosen_tensors(bench, queries, keys, MLA_HEADS, TOP_K)
+    fused = partial(triton_attention, q, kv, chosen, LATENT)
+    measure(bench, "attend_keys", "triton", lambda: {"fwd": fused}, **of)
+
+
+def measure_gathered(bench: Bench, queries: int, keys: int, heads: int = MLA_HEADS, top_k: int = TOP_K) -> None:
+    """Gathers of chosen latents, alone and with attention to what was gathered."""
+    q, kv, chosen, of = chosen_tensors(bench, queries, keys, heads, top_k)
     rows = chosen[: max(1, 2**27 // (kv[0].nbytes * top_k))].flatten()
+    gathered = {"queries": len(rows) // top_k, "keys": keys, "chosen": top_k, "width": kv.shape[1]}
     moved = 2 * len(rows) * kv[0].nbytes
-    measure(
-        bench,
-        "gather_keys",
-        "torch",
-        lambda: {"fwd": lambda: kv.index_select(0, rows)},
-        nbytes=moved,
-        width=latent + rope,
-        **of,
-    )
-    some = min(512, queries)
-    of |= {"queries": some, "pairs": some * top_k}
-    some_q, all_kv = q[:some].clone(), kv.clone()
-    out_of = partial(gathered_attention, some_q, all_kv, chosen[:some], latent)
-    measure(bench, "attend_keys", "torch", partial(graph_op, out_of, [some_q, all_kv]), **of, **mla)
+    measure(bench, "gather_keys", "torch", lambda: {"fwd": lambda: kv.index_select(0, rows)}, nbytes=moved, **gathered)
+    out_of = partial(gathered_attention, q, kv, chosen, LATENT)
+    measure(bench, "attend_keys", "torch", partial(graph_op, out_of, [q, kv]), **of)
 
 
 def measure_dense(bench: Bench, tokens: int, dims: tuple[int, int], window: bool) -> None:
@@ -474,7 +481,7 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-def check(bench: Bench) -> None:
+def check(bench: Bench, names: Sequence[str]) -> None:
     """What the kernels compute, on small calls, against plain PyTorch in fp32."""
     device = bench.device
     x = nsa_tensors(512, 32, 2, (128, 128), 64, device)
@@ -513,15 +520,10 @@ def check(bench: Bench) -> None:
         seen = seen_blocks(moba_choice(q[0], k[0], 128, 3), 1024, 128)
         return relative(got[0], masked(q[0], k[0], v[0], seen))
 
-    for name, one in (
-        ("attend_blocks", blocks),
-        ("compress_attend", compress),
-        ("index", index),
-        ("attend_keys", attend),
-        ("moba", moba),
-    ):
+    ways = {"attend_blocks": blocks, "compress_attend": compress, "index": index, "attend_keys": attend, "moba": moba}
+    for name in names:
         try:
-            error = one()
+            error = ways[name]()
         except Exception as failure:
             message = f"{type(failure).__name__}: {failure}".splitlines()[0][:300]
             print(f"check {name}: {message}")
@@ -531,67 +533,60 @@ def check(bench: Bench) -> None:
         bench.writer.add("check", kind=name, relative_errors=[error])
 
 
-@cache
-def tuners() -> tuple[Any, ...]:
-    """fla's kernels that choose among variants."""
+TUNED: Final = {
+    "fwd_kernel": ({"num_warps": 2, "num_stages": 2}, {"num_warps": 4, "num_stages": 2}),
+    "bwd_kernel_dq": ({"num_warps": 4, "num_stages": 2},),
+    "bwd_kernel_dkv": ({"BQ": 4, "num_warps": 4, "num_stages": 2},),
+    "kernel_topk": ({"num_warps": 2},),
+    "compression_fwd_kernel": ({"num_warps": 2},),
+    "compression_bwd_kernel_dq": ({"num_warps": 4},),
+    "compression_bwd_kernel_dkv": ({"BQ": 1, "num_warps": 4}, {"BQ": 2, "num_warps": 4, "num_stages": 3}),
+}
+"""Variants of fla's kernels that are compiled and tried: all of them would take minutes."""
+
+
+def cut_variants() -> None:
+    """Leaves fla's tuners the variants of `TUNED`."""
     from fla.ops.nsa import compression, parallel
 
-    attend = [getattr(parallel, f"parallel_nsa_{name}") for name in ("fwd_kernel", "bwd_kernel_dq", "bwd_kernel_dkv")]
-    kernels = ("fwd_kernel", "bwd_kernel_dq", "bwd_kernel_dkv")
-    compress = [getattr(compression, f"parallel_nsa_compression_{name}") for name in kernels]
-    return tuple(one.fn for one in (*attend, *compress, parallel.parallel_nsa_kernel_topk))
+    for name, wanted in TUNED.items():
+        kernel = getattr(compression if name.startswith("compression") else parallel, f"parallel_nsa_{name}")
+        tuner = kernel.fn
+        tuner.configs = [config for config in tuner.configs if any(_is(config, one) for one in wanted)] or tuner.configs
 
 
-def compile_share(head_dim: int, value_dim: int, tokens: int, share: int, shares: int) -> None:
-    """Compiles some variants of every kernel of NSA, which Triton keeps on disk."""
-    device = torch.device("cuda", 0)
-    for tuner in tuners():
-        tuner.configs = tuner.configs[share::shares] or tuner.configs[:1]
-    x = nsa_tensors(tokens, HEADS, KV_HEADS, (head_dim, value_dim), BLOCK, device)
-    chosen = torch.zeros(1, tokens, KV_HEADS, CHOSEN, dtype=torch.int32, device=device)
-    jobs: list[Callable[[], dict[str, Op]]] = [partial(fla_compress, x, BLOCK), partial(fla_choose, x, CHOSEN, BLOCK)]
-    jobs += [partial(fla_attend, x, chosen, CHOSEN, BLOCK)] if tokens == LENGTHS[0] else []
-    for job in jobs:
-        try:
-            for op in job().values():
-                op()
-        except Exception as error:  # a variant that does not fit the GPU
-            print(f"compile {head_dim} {tokens} {share}: {type(error).__name__}: {error}".splitlines()[0][:200])
+def _is(config: Any, wanted: dict[str, int]) -> bool:
+    return all(config.kwargs.get(name, getattr(config, name, None)) == value for name, value in wanted.items())
 
 
-def warm_up() -> None:
-    """Compiles on all CPUs."""
-    jobs = (*WARM, *WARM_SECOND)
-    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        for job in [pool.submit(compile_share, *job) for job in jobs]:
-            if (error := job.exception()) is not None:
-                print(f"compile: {type(error).__name__}: {error}"[:200])
-
-
-def tasks() -> Iterator[Callable[[Bench], None]]:
-    """All measurements, in order of importance."""
-    for i, tokens in enumerate(LENGTHS):
-        yield partial(measure_nsa, tokens=tokens, dims=DIMS[0])
-        yield partial(measure_index, queries=min(4096, tokens), keys=tokens)
-        if tokens >= 2 * TOP_K:
-            yield partial(measure_chosen, queries=min(4096, tokens), keys=tokens)
-        for block, top_k in MOBA[: 4 if i == 0 else 2]:
-            if tokens >= 2 * block:
-                yield partial(measure_moba, tokens=tokens, block=block, top_k=top_k)
-        if tokens <= 32768:
-            yield partial(measure_dense, tokens=tokens, dims=DIMS[0], window=False)
-        if tokens <= 65536:
-            yield partial(measure_dense, tokens=tokens, dims=DIMS[0], window=True)
-        if i < 2:
-            yield partial(measure_nsa, tokens=tokens, dims=DIMS[1])
-    yield partial(measure_moba, tokens=65536, block=4096, top_k=12)
+def tasks() -> Iterator[partial[None]]:
+    """All measurements: first what PyTorch compiles nothing for, then MoBA, then what Triton compiles."""
+    for tokens in LENGTHS[:4]:
+        yield partial(measure_index, queries=min(4096, tokens), keys=tokens, kernel="torch")
+        yield partial(measure_choice, queries=min(4096, tokens), keys=tokens)
+        yield partial(measure_gathered, queries=512, keys=tokens)
+    for tokens in (16384, 4096, 65536):
+        yield partial(measure_dense, tokens=tokens, dims=DIMS[1], window=True)
+    yield partial(measure_dense, tokens=16384, dims=DIMS[1], window=False)
+    yield partial(check, names=("moba",))
+    for tokens, block, top_k in MOBA:
+        yield partial(measure_moba, tokens=tokens, block=block, top_k=top_k)
+    yield partial(check, names=("index", "attend_keys"))
+    for tokens in LENGTHS[:4]:
+        yield partial(measure_index, queries=min(4096, tokens), keys=tokens, kernel="triton")
+        yield partial(measure_chosen, queries=min(4096, tokens), keys=tokens)
+    yield partial(check, names=("compress_attend", "attend_blocks"))
+    for dims in (DIMS[1], DIMS[0]):
+        for tokens in LENGTHS:
+            yield partial(measure_nsa, tokens=tokens, dims=dims)
 
 
 def try_out(bench: Bench) -> None:
     """A few tiny sizes of plain references."""
     measure_nsa(bench, 128, (24, 16), heads=16, block=8)
-    measure_index(bench, 32, 128, heads=4, dim=16)
-    measure_chosen(bench, 64, 128, heads=4, top_k=16)
+    measure_index(bench, 32, 128, "torch", heads=4, dim=16)
+    measure_choice(bench, 32, 128)
+    measure_gathered(bench, 64, 128, heads=4, top_k=16)
     measure_moba(bench, 128, 16, 3, heads=2, dim=16)
     for window in (False, True):
         measure_dense(bench, 128, (16, 16), window)
@@ -606,7 +601,7 @@ def _fla_version() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=130.0, help="after so many nothing more is begun")
+    parser.add_argument("--seconds", type=float, default=95.0, help="after so many nothing more is begun")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cpu", action="store_true", help="plain references on a few tiny sizes, to try the script")
@@ -616,18 +611,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     cuda = torch.cuda.is_available() and not args.cpu
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
-        warm_up()
-        print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     versions = {"fla": _fla_version(), "sdpa_flash": f"PyTorch {torch.__version__}"}
     header = provenance(device, 1, versions, command_line("python -m cpsim.real.measure.sparse"), args.commit)
-    print(json.dumps(header))
+    print(json.dumps(header), flush=True)
     with args.out.open("w", encoding="utf-8") as file:
         bench = Bench(Writer(file, header), device)
         if not cuda:
             try_out(bench)
-        else:
-            check(bench)
+        elif _fla_version() != "missing":
+            cut_variants()
         for task in tasks() if cuda else ():
             if time.monotonic() - started > args.seconds:
                 break
@@ -635,9 +627,9 @@ def main() -> None:
             try:
                 task(bench)
             except torch.OutOfMemoryError as error:  # of the tensors of a task
-                print(f"out of memory: {str(error)[:100]}")
+                print(f"out of memory: {str(error)[:100]}", flush=True)
             torch.cuda.empty_cache()
-            print(f"{task}: {time.monotonic() - before:.1f} s", flush=True)
+            print(f"{task.func.__name__} {task.keywords}: {time.monotonic() - before:.1f} s", flush=True)
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
     for message, count in bench.errors.items():
         print(f"error x{count}: {message}")

@@ -6,6 +6,7 @@ from statistics import median
 
 from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.case.scenario import Scenario
+from cpsim.errors import InfeasibleError
 from cpsim.models.feasible import check_calls
 from cpsim.real.run.executor import Executor
 from cpsim.real.run.node import Node
@@ -42,6 +43,8 @@ def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
         InfeasibleError: the strategy or the kernel cannot run the case.
     """
     workload, cluster = workload_of(scenario), cluster_of(scenario)
+    if workload.sparse is not None:
+        raise InfeasibleError("sparse: the executor attends to all keys; ask `cpsim predict`, or leave sparse out")
     schedule = plan_scenario(scenario, workload, cluster, pass_)
     if node.cuda:
         check_calls(scenario.kernel, workload.dtype, workload.head_dim, schedule)

@@ -16,6 +16,9 @@ ordering    two accesses of a buffer of which one writes are ordered by dependen
             the reverse: a send may be buffered and end before its receive is posted.
 FLOP        equal the workload's.
 
+Where queries choose their keys, every pair is scored once instead, by forward passes, and FLOP are not compared: which
+keys attention reads depends on data.
+
 Rules of memory. A buffer holds what its last writer left, all of it: an op that writes some blocks to a
 buffer drops whatever was there. Output buffers are the exception: they are laid out for their output
 block, ops may write disjoint parts of it, and two accesses conflict only where their parts overlap. A
@@ -36,7 +39,7 @@ from cpsim.schedule.check.coverage import check_coverage, check_heads, check_til
 from cpsim.schedule.check.memory import MemoryUse
 from cpsim.schedule.check.ordering import check_order
 from cpsim.schedule.check.structure import check_columns, check_lanes
-from cpsim.schedule.schedule import Pass, Schedule
+from cpsim.schedule.schedule import Kind, Pass, Schedule
 
 __all__ = ["validate"]
 
@@ -54,8 +57,13 @@ def validate(schedule: Schedule, workload: Workload, pass_: Pass) -> None:
     mask = workload.slices(schedule.stride)
     check_tiles(schedule, mask)
     check_heads(schedule, workload, pass_)
-    check_coverage(schedule, mask, workload.num_heads)
+    if workload.sparse is None:
+        check_coverage(schedule, mask, workload.num_heads)
+    elif workload.sparse.scores and pass_ == "fwd":
+        check_coverage(schedule, mask, workload.num_heads, (Kind.SELECT,))
     check_order(schedule, MemoryUse(schedule, workload, pass_).run())
+    if workload.sparse is not None:
+        return
     wanted, got = workload.flops(pass_), schedule.flops(workload.head_dim, workload.value_dim)
     if got != wanted:
         raise ScheduleError(f"FLOP: expected {wanted:.0f}, got {got:.0f}")

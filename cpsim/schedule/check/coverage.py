@@ -9,7 +9,7 @@ from cpsim.errors import ScheduleError
 from cpsim.masks.slices import Slices, slice_area
 from cpsim.runtime.compiled import compiled
 from cpsim.schedule.check.fault import fail
-from cpsim.schedule.schedule import ATTENTION_KINDS, Pass, Schedule, is_one_of
+from cpsim.schedule.schedule import ATTENTION_KINDS, Kind, Pass, Schedule, is_one_of
 
 
 def check_tiles(s: Schedule, mask: Slices) -> None:
@@ -42,14 +42,14 @@ def check_heads(s: Schedule, workload: Workload, pass_: Pass) -> None:
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
         fail(s, i, f"heads {s.heads[i].tolist()} do not match: {per_kv} query heads share a key-value head")
-    bad = ~attends & (s.tile != 0)
+    bad = ~attends & (s.tile != 0) & (s.kind != Kind.SELECT)
     if bad.any():
         fail(s, int(np.flatnonzero(bad)[0]), "has a tile but is not attention")
 
 
-def check_coverage(s: Schedule, mask: Slices, num_heads: int) -> None:
-    """Every unmasked pair is in exactly one tile of every query head."""
-    ops = np.flatnonzero(is_one_of(s.kind, ATTENTION_KINDS))
+def check_coverage(s: Schedule, mask: Slices, num_heads: int, kinds: tuple[Kind, ...] = ATTENTION_KINDS) -> None:
+    """Every unmasked pair is in exactly one tile of every query head, of ops of these kinds."""
+    ops = np.flatnonzero(is_one_of(s.kind, kinds))
     first, end = s.heads[ops, 0], s.heads[ops, 0] + s.heads[ops, 1]
     bounds = np.unique(np.concatenate(([0, num_heads], first, end)))
     table = mask.table()

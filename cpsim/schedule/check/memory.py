@@ -112,7 +112,9 @@ class MemoryUse:
         self._check_sizes(index, kind, accesses)
         if kind in ATTENTION_KINDS:
             values = self._attend(index, [a for a, _ in reads], targets)
-        elif kind == Kind.GEMM or (kind == Kind.ELEMENTWISE and not _moves([a for a, _ in reads], targets)):
+        elif kind in (Kind.GEMM, Kind.SELECT) or (
+            kind == Kind.ELEMENTWISE and not _moves([a for a, _ in reads], targets)
+        ):
             values = [self._zeros(a) for a in targets]
         else:
             values = [self._gather(index, kind, reads, a) for a in targets]
@@ -367,5 +369,6 @@ def _width(tensor: str, workload: Workload, *, wide: bool) -> int:
     """Bytes of one token and head; tensors that are not attention's own have no known size."""
     element = max(WIDE_BYTES, workload.bytes_per_element) if wide else workload.bytes_per_element
     row, value = workload.head_dim * element, workload.values * element
-    widths = {"out": value + LSE_BYTES, "kv": row + value, "dkv": row + value, "o": value, "dout": value}
+    both = workload.kv_elements * element
+    widths = {"out": value + LSE_BYTES, "kv": both, "dkv": both, "o": value, "dout": value}
     return widths.get(tensor, row if tensor in ("q", "dq") else 0)

@@ -20,7 +20,7 @@ from cpsim.schedule.schedule import (
     is_one_of,
 )
 
-ONE_LANE: Final = (*ATTENTION_KINDS, *MEMORY_BOUND_KINDS, Kind.GEMM)
+ONE_LANE: Final = (*ATTENTION_KINDS, *MEMORY_BOUND_KINDS, Kind.GEMM, Kind.SELECT)
 
 
 def check_columns(s: Schedule) -> None:

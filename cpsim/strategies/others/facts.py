@@ -386,6 +386,8 @@ class Implementation:
         """
         if self.strategies is None:
             return knobs
+        if workload.sparse is not None:
+            raise InfeasibleError(f"sparse: {self.name} attends to all keys; leave sparse or the implementation out")
         if strategy not in self.strategies:
             raise InfeasibleError(f"{self.name} has no {strategy}; it has {', '.join(self.strategies)}")
         if num_ranks == 1 and strategy != "none":

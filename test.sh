@@ -3,6 +3,7 @@
 #   ./test.sh [--all] [arguments of pytest]     --all: what is slow, and benchmarks, too
 set -eu
 cd "$(dirname "$0")"
+unset PYTHONDONTWRITEBYTECODE # images of containers set it, and every process would compile PyTorch's Python again
 marks="not slow and not benchmark"
 if [ "${1-}" = --all ]; then
     marks=

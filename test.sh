@@ -26,8 +26,11 @@ compiled=$!
 install '.[dev,others]' torch==2.13.0
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
+.venv/bin/python -m pytest --collect-only --quiet >/dev/null 2>&1 & # leaves compiled Python to the processes below
+collected=$!
 .venv/bin/mypy
 wait $compiled
+wait $collected || : # which says what is wrong, too
 [ -z "$browser" ] || wait $browser ||
     echo "chromium could not be installed: the tests that open the report are skipped" >&2
 .venv/bin/python -m pytest -n 2 --dist worksteal -m "$marks" "$@"

@@ -3,6 +3,7 @@
 #   ./test.sh [--all] [arguments of pytest]     --all: what is slow, and benchmarks, too
 set -eu
 cd "$(dirname "$0")"
+unset PYTHONDONTWRITEBYTECODE # images of containers set it, and every process would compile PyTorch's Python again
 marks="not slow and not benchmark"
 if [ "${1-}" = --all ]; then
     marks=
@@ -25,8 +26,11 @@ compiled=$!
 install '.[dev,others]' torch==2.13.0
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
+.venv/bin/python -m pytest --collect-only --quiet >/dev/null 2>&1 & # leaves compiled Python to the processes below
+collected=$!
 .venv/bin/mypy
 wait $compiled
+wait $collected || : # which says what is wrong, too
 [ -z "$browser" ] || wait $browser ||
     echo "chromium could not be installed: the tests that open the report are skipped" >&2
 .venv/bin/python -m pytest -n 2 --dist worksteal -m "$marks" "$@"

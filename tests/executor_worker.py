@@ -45,7 +45,7 @@ def problems(num_ranks):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings
 
 
-SHARE, SHARE_OF_ALL = 5, {8: 4}
+SHARE, SHARE_OF_ALL = 7, {8: 4}
 """One of so many strategies runs with each mask, in turn; where all are asked for, by ranks."""
 
 
@@ -58,7 +58,7 @@ def planned(num_ranks, every):
         dense, both = tensors(problem), num_ranks == 2 and case in FLEX
         share = SHARE_OF_ALL.get(num_ranks, 1) if every else SHARE
         launches = 2 if num_ranks < 4 or (num_ranks == 4 and problem.mask in PLAIN_MASKS) else 1
-        for strategy, knobs in strategies[turn % share :: share]:
+        for strategy, knobs in strategies[(turn + num_ranks) % share :: share]:
             for pass_ in ALL_PASSES:
                 try:
                     nodes_of = 2 if strategy == "dcp" and num_ranks == 4 else 8  # relays

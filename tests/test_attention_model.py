@@ -10,7 +10,7 @@ import pytest
 from targets import check
 
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import DATA, measurements, points_file
+from cpsim.calibrate.recipes import DATA, fitted_files, measurements, points_file
 from cpsim.calibrate.residuals import large, residuals
 from cpsim.masks.blocks import BANDS, CELLS, RUNS, Visits, visits
 from cpsim.masks.shapes import mask_slices
@@ -187,7 +187,7 @@ def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_o
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 @pytest.mark.parametrize("kernel", ["fa2", "sdpa_flash"])
 def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kernel, pass_):
-    assert "h200-documents.jsonl" not in {m.source for m in measurements("h200")}
+    assert "h200-documents.jsonl" not in {path.name for path in fitted_files("h200")}
     points = load(points_file("h200-documents.jsonl")).of("attention")
     points = [p for p in points if (p["kernel"], p["pass"]) == (kernel, pass_)]
     errors = np.array([abs(row.error) for row in residuals(load_profile("h200"), points) if large(row.point)])
@@ -211,9 +211,9 @@ def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kern
 )
 def test_random_calls_of_more_machines_that_no_fit_saw_are_predicted(file, number, kernel, pass_):
     """Forward and backward: many documents, and calls of all families that ran after the last change of the model."""
-    assert file not in {m.source for m in measurements("h200")}
-    rows = residuals(load_profile("h200"), load(points_file(file)).of("attention"))
-    errors = [abs(r.error) for r in rows if r.model == f"attention {pass_} {kernel}" and large(r.point)]
+    assert file not in {path.name for path in fitted_files("h200")}
+    points = [p for p in load(points_file(file)).of("attention") if (p["kernel"], p["pass"]) == (kernel, pass_)]
+    errors = [abs(row.error) for row in residuals(load_profile("h200"), points) if large(row.point)]
     assert len(errors) >= number
     check(f"{file.removesuffix('.jsonl')}, {kernel} {pass_}, mean", np.mean(errors))
 
@@ -278,7 +278,7 @@ def test_grids_and_blocks_on_an_sm_are_those_that_a_gpu_launches():
 
 def test_rows_of_cudnns_backward_pass_come_in_pairs_at_head_dimension_256_only():
     """Calls that no fit saw: 33 rows of 4 heads are 132 blocks and take as many SMs two waves, 66 of 2 heads one."""
-    assert "h200-waves.jsonl" not in {m.source for m in measurements("h200")}
+    assert "h200-waves.jsonl" not in {path.name for path in fitted_files("h200")}
     points = [p for p in load(points_file("h200-waves.jsonl")).of("attention") if p["family"] == "waves"]
     points = [p for p in points if p["kernel"] == "cudnn" and p["pass"] == "bwd"]
     seconds = {(p["head_dim"], p["k_lens"][0], p["num_heads"]): np.median(p["samples_s"]) for p in points}

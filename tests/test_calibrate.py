@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ def one_line(excinfo) -> str:
     assert "\n" not in message
     return message
 
+
+fitted_to = cache(measurements)
 
 FEW = ("fa4_sparse", "sdpa_math", "flashinfer", "flashinfer_fa2")
 """Kernels with few measured calls."""
@@ -63,7 +66,7 @@ def test_h100_attention_is_within_4_percent_that_of_any_mask_within_6_and_the_re
 def test_a_profile_describes_the_committed_measurements(name):
     """Recomputed from the raw files: the shipped profile explains the points that it says it comes from."""
     shipped = load_profile(name)
-    points = fit.current(measurements(name), shipped.gpu)
+    points = fit.current(fitted_to(name), shipped.gpu)
     points = [p for p in points if p["op"] != "attention" or (p["kernel"], p["pass"]) in shipped.attention]
     rows = [row for row in residuals(shipped, points) if large(row.point)]
     held_out = {row["model"]: row["mean_absolute"] for row in shipped.held_out}
@@ -451,7 +454,7 @@ def test_extremes_come_first_and_halvings_after():
 @pytest.mark.benchmark
 def test_fitting_again_gives_the_costs_of_the_shipped_file():
     """To the last byte where processor and libraries round alike; kernels with steps else end elsewhere, as good."""
-    shipped, files = load_profile("h100"), measurements("h100")
+    shipped, files = load_profile("h100"), fitted_to("h100")
     made = fit.fit_profile(files, stand_in=stand_in("h100"), check=False)
     points = [p for file in files for p in file.points]
     apart = drift(made, shipped, points)
@@ -469,7 +472,7 @@ def test_errors_on_points_not_fitted_are_those_of_the_shipped_file():
     few, shipped = ("flashinfer", "flashinfer_fa2", "sdpa_math"), load_profile("h100")
     files = [
         dataclasses.replace(m, points=tuple(p for p in m.points if p["op"] != "attention" or p["kernel"] in few))
-        for m in measurements("h100")
+        for m in fitted_to("h100")
     ]
     made = from_json(json.loads(to_json(fit.fit_profile(files, "h100", stand_in("h100")))), "rounded as a file is")
     rows = {row["model"]: row for row in shipped.held_out}
@@ -666,7 +669,7 @@ def test_interference_slows_both_sides_and_leaves_the_rest_alone():
 
 def test_slowdowns_that_were_not_fitted_are_predicted_within_a_tenth_on_average():
     """Of every overlap that was measured, by the others of its kind; 9 of 10 kernels are within a tenth each."""
-    points = fit.current(measurements("h200"), load_profile("h200").gpu)
+    points = fit.current(fitted_to("h200"), load_profile("h200").gpu)
     kernels, communication = map(np.abs, errors_of_slowdowns(points))
     assert len(kernels) > 150
     assert len(communication) > 80
@@ -708,7 +711,7 @@ def test_calls_of_a_step_count_by_the_eager_ops_beside_them_where_something_dist
 
 
 def test_steps_of_the_measured_hosts_begin_with_eager_ops_and_only_one_host_was_disturbed():
-    files = [m for m in measurements("h200") if m.of("host")]
+    files = [m for m in fitted_to("h200") if m.of("host")]
     speeds, paces = fit_host.host_speeds(files), fit_host.host_paces(files, "NVIDIA H200")
     for m in files:
         for p, pace, step in zip(m.points, paces[m.source], fit_host._steps(m), strict=True):

@@ -6,7 +6,7 @@ import pytest
 from scripts import load_script
 
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import DATA, manifest, measurements
+from cpsim.calibrate.recipes import DATA, fitted_files, manifest, measurements
 from cpsim.case.resolve import cluster_of
 from cpsim.models.profile import shipped_profiles
 from cpsim.prediction.runs import load_runs
@@ -78,4 +78,4 @@ def test_what_fits_leave_out_is_there_and_explained():
 def test_every_shipped_profile_of_this_repository_has_a_recipe():
     made = set(manifest()["profiles"])
     assert made <= set(shipped_profiles())
-    assert all(measurements(name) for name in made)
+    assert all(fitted_files(name) for name in made)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numeric
 import numpy as np
 import pytest
 
@@ -179,19 +180,29 @@ def test_turns_of_groups_follow_a_timetable():
     assert groups == [[1, 0, 1], [1, 0, 1], [1, 1, 1], [2, 0, 0], [1, 1, 2], [1, 0, 3]]
 
 
-def test_a_timetable_runs_on_two_processes(tmp_path):
-    """With gloo, in float64; the schedule is valid, too."""
-    pytest.importorskip("torch")
+@pytest.fixture
+def two_rounds():
+    """A case of two GPUs whose documents have groups and turns, in float64."""
     lengths = [48, 16, 16, 8, 8, 32]
     rounds = ((Turn(0, 2, (0,)), Turn(0, 1, (1, 3)), Turn(1, 1, (2,)), Turn(1, 1, (4,))), (Turn(0, 2, (5,)),))
     small = {"cluster": "h200-4", "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "fp64"}
-    case = two_gpus.case_of(Timetable(2, rounds), lengths, **small)
-    scenario = scenario_from(case)
-    for pass_ in ("fwd", "bwd"):
-        workload = workload_of(scenario)
-        validate(plan("hybrid_cp", workload, cluster_of(scenario), pass_, scenario.knobs), workload, pass_)
+    return two_gpus.case_of(Timetable(2, rounds), lengths, **small)
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_a_timetable_is_a_valid_schedule_of_dense_attention(two_rounds, pass_):
+    scenario = scenario_from(two_rounds)
+    workload = workload_of(scenario)
+    schedule = plan("hybrid_cp", workload, cluster_of(scenario), pass_, scenario.knobs)
+    validate(schedule, workload, pass_)
+    numeric.check(schedule, workload, numeric.any_order(schedule, seed=1))
+
+
+@pytest.mark.slow
+def test_a_timetable_runs_on_two_processes(two_rounds, tmp_path):
+    pytest.importorskip("torch")
     asked, out = tmp_path / "cases.jsonl", tmp_path / "runs.jsonl"
-    asked.write_text(json.dumps(case) + "\n")
+    asked.write_text(json.dumps(two_rounds) + "\n")
     command = [sys.executable, "-m", "cpsim", "run", asked, "--cpu", "2", "--seconds", "0.02", "--out", out]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT)

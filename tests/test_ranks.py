@@ -116,17 +116,17 @@ from cpsim.real.run.node import Node
 
 with Node(cpu=True) as node:
     node.stand_for(2, 4)
-    executor = make(scenario_from(eval(sys.argv[1])), "bwd", node).executor
-    assert executor.tensors.narrow.ne(0).double().mean() > 0.99 and executor.tensors.narrow.isfinite().all()
-    assert executor.tensors.lse and all(lse.isfinite().all() for lse in executor.tensors.lse.values())
+    for strategy in ("ring", "ulysses", "dcp"):
+        tensors = make(scenario_from(eval(sys.argv[1]) | {"strategy": strategy}), "bwd", node).executor.tensors
+        assert tensors.narrow.ne(0).double().mean() > 0.99 and tensors.narrow.isfinite().all(), strategy
+        assert tensors.lse and all(lse.isfinite().all() for lse in tensors.lse.values()), strategy
 """
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses", "dcp"])
-def test_a_rank_without_others_does_not_work_on_zeros(strategy):
+def test_a_rank_without_others_does_not_work_on_zeros():
     """Tensor cores that multiply zeros draw less power, so that the clock would stay higher than among others."""
     pytest.importorskip("torch")
-    command = [sys.executable, "-c", STANDS_FOR_ONE, repr(CASE | {"strategy": strategy, "tokens": 256})]
+    command = [sys.executable, "-c", STANDS_FOR_ONE, repr(CASE | {"tokens": 256})]
     run = subprocess.run(command, env=ENV, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 

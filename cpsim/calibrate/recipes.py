@@ -58,14 +58,18 @@ def _only(kind: str, name: str) -> Path:
     return found[0]
 
 
+def fitted_files(name: str) -> dict[Path, dict[str, Any]]:
+    """The files that the fit of a profile reads, with their entries in the manifest."""
+    return {DATA / path: about for path, about in manifest()["points"].items() if name in about.get("fits", {})}
+
+
 def measurements(name: str) -> list[Measurements]:
     """What a profile is fitted to: chosen points of chosen files."""
     chosen = []
-    for path, about in manifest()["points"].items():
-        if name in about.get("fits", {}):
-            file = load(DATA / path)
-            points = tuple(p for p in file.points if reads(about, name, p))
-            chosen.append(replace(file, points=points))
+    for path, about in fitted_files(name).items():
+        file = load(path)
+        points = tuple(p for p in file.points if reads(about, name, p))
+        chosen.append(replace(file, points=points))
     return chosen
 
 

@@ -70,6 +70,8 @@ class Workload:
     def _check_sparse(self, sparse: Sparse) -> None:
         if self.mask not in ("causal", "causal_document"):
             raise ScenarioError(f"sparse: queries choose under causal or causal_document masks, got mask {self.mask}")
+        if self.cached:
+            raise ScenarioError(f"sparse: expected no cached tokens, got {self.cached}; leave cached out")
         if sparse.latent and (self.num_kv_heads != 1 or self.values > self.head_dim):
             raise ScenarioError(
                 f"sparse: dsa chooses latents, one for all heads, e.g. heads: 128, kv_heads: 1, head_dim: 576, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
 from cpsim.models.feasible import DTYPES, kernel_names, limits_of, refusal, tile_visits
 from cpsim.models.profile import Profile, load_profile, shipped_profiles
 from cpsim.models.standin import ALIKE
-from cpsim.schedule.schedule import Kind
+from cpsim.schedule.schedule import Kind, Schedule
 from cpsim.strategies import plan
 
 LENGTHS: Final = tuple(1024 * 2**i for i in range(8))
@@ -101,7 +102,7 @@ def _why_not(kernel: str, mask: str, profiles: Sequence[Profile]) -> str:
     if (kernel, "fwd") not in KERNELS:
         return "nobody has measured this kernel: it has no model"
     case = Workload(documents=EXAMPLE, mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
-    schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
+    schedule = _one_call(case)
     reason = refusal(kernel, case.dtype, case.head_dim, schedule)
     having = [p for p in profiles if (kernel, "fwd") in p.attention]
     if reason or not having or not KERNELS[kernel, "fwd"].anatomy.lists_blocks:
@@ -114,6 +115,12 @@ def _why_not(kernel: str, mask: str, profiles: Sequence[Profile]) -> str:
         except InfeasibleError as unmeasured:
             reasons.append(str(unmeasured))
     return reasons[0] if len(reasons) == len(having) else ""
+
+
+@lru_cache(maxsize=128)
+def _one_call(case: Workload) -> Schedule:
+    """Attention on one GPU, the same for all kernels."""
+    return plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
 
 
 def partly(kernel: str) -> str:
@@ -156,7 +163,7 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
         dtype=DTYPES[0],
         mask_options=tuple(OTHER_MASKS.get(mask, {}).items()),
     )
-    schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
+    schedule = _one_call(case)
     tflops, notes = dict[str, float](), dict[str, None]()
     passes = [pass_ for pass_ in PASSES if (kernel, pass_) in profile.attention]
     for pass_ in passes:

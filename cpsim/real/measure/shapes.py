@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from cpsim.masks.blocks import causal_windows, sequence_slices
+from cpsim.masks.blocks import sequence_slices
 from cpsim.masks.shapes import mask_slices
 from cpsim.masks.slices import RangeSets, Slices, sets_of
 from cpsim.masks.tiles import make_tiles, share_of
@@ -19,6 +20,12 @@ HEADS_OF_4 = ((32, 8), (64, 16), (8, 2), (4, 1))
 """Query and key heads at other head dimensions: one ratio of heads, because flash-attn 4 is compiled for each."""
 _HEAD_WEIGHTS = np.array((6, 5, 3, 4, 2, 2, 2, 1, 1)) / 26
 HEAD_DIM = 128
+
+
+def causal_pairs(num_q: int, num_k: int) -> int:
+    """Pairs of a query and a key that it sees, where the last query's own key is the last one."""
+    seeing = min(num_q, num_k)
+    return seeing * num_k - seeing * (seeing - 1) // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +66,11 @@ class Shape:
         """Unmasked pairs, exact."""
         if (slices := self.slices()) is not None:
             return int(slices.areas().sum())
-        q, k = np.array(self.q_lens), np.array(self.k_lens)
-        windows = causal_windows(np.full(len(q), self.causal)) if self.window is None else [self.window] * len(q)
-        return int(sequence_slices(q, k, np.array(windows)).areas().sum())
+        if self.window is None:
+            pairs = causal_pairs if self.causal else operator.mul
+            return sum(map(pairs, self.q_lens, self.k_lens))
+        windows = np.array([self.window] * len(self.q_lens))
+        return int(sequence_slices(np.array(self.q_lens), np.array(self.k_lens), windows).areas().sum())
 
     def flops(self) -> float:
         """FLOP of the forward pass on the exact mask area."""
@@ -376,10 +385,11 @@ def _equal(rng: np.random.Generator) -> Shape:
 
 def _documents(rng: np.random.Generator, total: int, median: float) -> list[int]:
     """Log-normal document lengths (sigma 1.3, a heavy tail) that add up to `total`; the last is cut."""
-    lens: list[int] = []
-    while sum(lens) < total:
+    lens, left = list[int](), total
+    while left > 0:
         n = max(8, int(median * np.exp(1.3 * rng.standard_normal())))
-        lens.append(min(n, total - sum(lens)))
+        lens.append(min(n, left))
+        left -= lens[-1]
     return lens if len(lens) > 1 else [total // 2, total - total // 2]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 
 from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
@@ -72,7 +71,7 @@ def compiled(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Te
         with functorch.patch(donated_buffer=False):  # the graph that a timed backward pass keeps is walked often
             runner.prepare()
             runner.launch()
-    except TorchDynamoException as error:
+    except torch._dynamo.exc.TorchDynamoException as error:
         said = " ".join(str(error).split())
         raise InfeasibleError(f"compile: torch.compile failed: {cut(said, 160)}") from None
     return runner

@@ -11,7 +11,20 @@ from cpsim.case.resolve import cluster_of
 from cpsim.models.profile import shipped_profiles
 from cpsim.prediction.runs import load_runs
 
-KNOWN = {"machine", "gpus", "day", "about", "command", "fits", "without", "because", "effect", "left_out", "cluster"}
+KNOWN = {
+    "machine",
+    "gpus",
+    "day",
+    "about",
+    "command",
+    "fits",
+    "without",
+    "because",
+    "effect",
+    "left_out",
+    "leaked",
+    "cluster",
+}
 FILES = {**manifest()["points"], **manifest()["runs"]}
 
 

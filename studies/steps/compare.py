@@ -48,8 +48,8 @@ class Step:
     today: tuple[float, float]
     inside: bool
     """Whether today's interval holds the time."""
-    memory_inside: bool
-    """The same of memory."""
+    memory_inside: bool | None
+    """The same of memory; None where a run's peak held models of earlier cases, too."""
 
     @property
     def kind(self) -> str:
@@ -71,7 +71,8 @@ def steps() -> list[Step]:
         if machine in PREDICTED and name.endswith(".jsonl") and "left_out" not in about:
             runs = [run for run in load_runs(DATA / name) if run.scenario.parallel and not run.error]
             before = {key: record for file in PREDICTED[machine] for key, record in committed(HERE / f"{file}.jsonl")}
-            for run in runs:
+            for number, run in enumerate(runs):
+                fresh = number == 0 or "leaked" not in about
                 now, then = predict(run.scenario), before[case_key(run.scenario)]
                 found.append(
                     Step(
@@ -80,7 +81,7 @@ def steps() -> list[Step]:
                         before=errors(then["time_s"], then["peak_memory_bytes"], run),
                         today=errors(now.time_s, now.peak_memory_bytes, run),
                         inside=now.time_s_low <= run.time_s <= now.time_s_high,
-                        memory_inside=holds(now.peak_memory_bytes, run),
+                        memory_inside=holds(now.peak_memory_bytes, run) if fresh else None,
                     )
                 )
     return found
@@ -111,10 +112,14 @@ def row(name: str, some: Sequence[Step]) -> str:
     cells = [f"{name:32}", f"{len(some):3}"]
     for which in ("before", "today"):
         for i in range(2):
-            one = [getattr(step, which)[i] for step in some]
-            cells.append(f"{mean(map(abs, one)):5.1%} {mean(one):+6.1%} {max(map(abs, one)):5.1%}")
-    inside = [mean(getattr(step, which) for step in some) for which in ("inside", "memory_inside")]
-    return " | ".join([*cells, " ".join(f"{share:4.0%}" for share in inside)])
+            one = [getattr(step, which)[i] for step in some if i == 0 or step.memory_inside is not None]
+            cells.append(f"{mean(map(abs, one)):5.1%} {mean(one):+6.1%} {max(map(abs, one)):5.1%}" if one else " " * 19)
+    inside = [mean(known) if (known := _known(some, which)) else None for which in ("inside", "memory_inside")]
+    return " | ".join([*cells, " ".join("    " if share is None else f"{share:4.0%}" for share in inside)])
+
+
+def _known(some: Sequence[Step], which: str) -> list[bool]:
+    return [found for step in some if (found := getattr(step, which)) is not None]
 
 
 def main() -> None:
@@ -126,7 +131,8 @@ def main() -> None:
             assert p is not None
             width = s.model if isinstance(s.model, str) or s.model is None else s.model.hidden
             print(
-                f"{step.today[0]:+6.1%} time {step.today[1]:+6.1%} memory  {step.machine} {step.kind}: {width} wide, "
+                f"{step.today[0]:+6.1%} time {'' if step.memory_inside is None else f'{step.today[1]:+6.1%}':6} memory "
+                f"{step.machine} {step.kind}: {width} wide, "
                 f"{s.num_tokens // s.gpus} tokens a GPU, recompute {p.recompute}, {s.protocol}"
             )
     print(f"{'':32} |   n | time before: mean sign worst | memory before | time today | memory today | inside")

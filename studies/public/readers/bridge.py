@@ -40,7 +40,7 @@ SYSTEMS: Final = {
 }
 HIDDEN: Final = "activations on their way to the host's memory and back hide behind layers"
 SECOND: Final = "what predicts a second token takes as long as a layer"
-OVERLAPPED: Final = "hosts launch in time what runs beside another microbatch"
+OVERLAPPED: Final = "what runs beside another microbatch takes hosts no longer than alone"
 CURRENT: Final = "FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f)"
 
 

@@ -19,6 +19,7 @@ from cpsim.errors import InfeasibleError  # noqa: E402
 from cpsim.prediction.runs import load_runs  # noqa: E402
 from cpsim.real.steps import make  # noqa: E402
 from cpsim.real.steps.cut import cut_of  # noqa: E402
+from cpsim.real.steps.megatron import _shard  # noqa: E402
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "vocab": 96}
 CASE = {
@@ -81,18 +82,28 @@ def test_every_cut_of_a_hugging_face_step_has_the_gradients_of_an_uncut_one(tmp_
     check(tmp_path, [{"gpus": gpus, "parallel": cut, "framework": "huggingface"} for gpus, cut in cuts])
 
 
+MEGATRON = {"framework": "megatron", "kernel": "cudnn"}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"framework": "megatron"}, "framework: megatron cannot be run here; expected one of torch, huggingface"),
+        (
+            {"framework": "torchtitan"},
+            "framework: torchtitan cannot be run here; expected one of torch, huggingface, m",
+        ),
+        (MEGATRON | {"kernel": "sdpa_flash"}, "kernel: expected cudnn or fa2, got sdpa_flash"),
+        (MEGATRON | {"strategy": "usp", "parallel": {"cp": 2}}, "strategy: expected zigzag_ring, allgather or ulysses"),
+        (MEGATRON | {"parallel": {"loss_chunks": 2}}, "loss_chunks: expected 1, got 2"),
+        (MEGATRON, "framework: megatron needs package transformer_engine, which is not installed"),
         ({"parallel": {"pp": 2}}, "pp: .* got pp = 2"),
         ({"parallel": {"sharding": "zero1"}}, "sharding: expected none or fsdp, got zero1"),
         ({"parallel": {"recompute": "mlp"}}, "recompute: expected none, full or per_op, got mlp"),
         ({"parallel": {"tp": 2, "loss_chunks": 2}}, "loss_chunks: cannot be run with tp = 2"),
         ({"parallel": {"tp": 2, "tp_overlap": True}}, "tp_overlap: cannot be run here"),
-        ({"precision": {"fp8": "rowwise"}}, "precision: linear layers run here in bf16, got {'fp8': 'rowwise'}"),
+        ({"precision": {"fp8": "rowwise"}}, "precision: expected bf16, got {'fp8': 'rowwise'}"),
         ({"kernel": "fa4"}, "kernel: expected sdpa_flash, cudnn or fa2, got fa4"),
-        ({"strategy": "ulysses", "parallel": {"cp": 2}}, "strategy: expected one of allgather, .* got ulysses"),
+        ({"strategy": "ulysses", "parallel": {"cp": 2}}, "strategy: expected allgather, .* got ulysses"),
         ({"mask": "full"}, "mask: steps run here with causal, got full"),
         ({"framework": "huggingface", "trainable": {"lora": 8}}, "trainable: steps run here train all weights"),
         ({"offload": "activations"}, "offload: steps run here keep activations on the GPU"),
@@ -119,14 +130,23 @@ def test_steps_are_timed_as_one_window_and_those_that_cannot_run_are_recorded(tm
     assert all(list(run.passes) == ["fwd_bwd"] and run.time_s > 0 for run in measured)
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_cases_are_those_that_the_script_draws_and_can_run(gpus):
-    text = (HERE.parent / f"data/cases/steps-{gpus}-h100.jsonl").read_text(encoding="utf-8")
+def test_megatron_cuts_sequences_as_zigzag_shards():
+    tokens = torch.arange(16).expand(2, -1)
+    shards = [_shard(tokens, place, 2)[0].tolist() for place in (0, 1)]
+    assert shards == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "of", "frameworks"),
+    [(gpus, *who) for gpus in (1, 2) for who in (("", {"torch", "huggingface"}), ("megatron-", {"megatron"}))],
+)
+def test_cases_are_those_that_the_script_draws_and_can_run(gpus, of, frameworks):
+    text = (HERE.parent / f"data/cases/steps-{of}{gpus}-h100.jsonl").read_text(encoding="utf-8")
     files = load_script("data/cases/steps.py").files()
-    assert text == {path.name: text for path, text in files.items()}[f"steps-{gpus}-h100.jsonl"]
+    assert text == {path.name: text for path, text in files.items()}[f"steps-{of}{gpus}-h100.jsonl"]
     node = SimpleNamespace(cuda=True, size=gpus, rank=0)
     cuts = [cut_of(scenario_from(json.loads(line)), node) for line in text.splitlines()]
-    assert {cut.scenario.framework for cut in cuts} == {"torch", "huggingface"}
+    assert {cut.scenario.framework for cut in cuts} == frameworks
     assert all(cut.parallel.num_gpus == gpus for cut in cuts)
 
 

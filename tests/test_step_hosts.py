@@ -9,8 +9,8 @@ from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError
 from cpsim.models.profile import load_profile
 from cpsim.prediction.predict import predict
-from cpsim.prediction.step.hosts import layer_seconds
 from cpsim.prediction.results import Prediction
+from cpsim.prediction.step.hosts import layer_seconds
 
 HOST = load_profile("h200").host
 ALONE = parallel_of(None, 1, 1, "none", "none", 1)

@@ -153,8 +153,8 @@ python -m cpsim run data/cases/two-plans.jsonl --gpus 2 --out runs.jsonl
 python -m studies.plan.two_gpus compare runs.jsonl
 ```
 
-26 of 33 have run, on two H200. What the planners save over Megatron-Core's scheduler, from nothing to 38 % of the time, is
-within 1.3 points of what was predicted for two H100 (`... compare data/runs/h200x2-1128r/h200-plans.jsonl`).
+26 of 33 have run, on two H200. What the planners save over Megatron-Core's scheduler, from nothing to 38 % of the time,
+is within 1.3 points of what was predicted for two H100 (`... compare data/runs/h200x2-1128r/h200-plans.jsonl`).
 """
 
 

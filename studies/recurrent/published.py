@@ -7,7 +7,8 @@ Said before means: with scans of published kernels on H100 and estimated backwar
 
 Lines are those of Megatron-Bridge's performance summaries (`studies/public/tables/megatron_bridge_summary.csv`). Their
 configurations say: tokens are sent once to each rank (HybridEP), even routing, MXFP8, nothing computed again
-(perf_recipes/nemotronh/gb200/nemotronh.py, `moe_flex_dispatcher_backend`, `recompute_modules`).
+(perf_recipes/nemotronh/gb200/nemotronh.py, `moe_flex_dispatcher_backend`, `recompute_modules`), attention, Mamba-2 and
+routers in CUDA graphs (`cuda_graph_scope`).
 Not said by a scenario: attention in FP8 and experts in one kernel, which later releases have on GB200 and GB300.
 """
 
@@ -58,6 +59,7 @@ def row(line: Line) -> Row:
             "batch": batch,
             "microbatches": sequences // gpus // batch,
             "dispatcher": "flex",
+            "cuda_graphs": "attention",
         },
     }
     name = f"{line['release']} {gpus} {system} {line['precision']}"

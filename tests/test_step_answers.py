@@ -272,7 +272,7 @@ def test_probabilities_of_candidates_add_up(nothing_fits):
 @pytest.fixture(scope="module")
 def cut_into_stages():
     """16 layers on four stages of two chunks of two layers each."""
-    parallel = {"pp": 4, "virtual_pp": 2, "tp": 2, "cp": 1, "dp": 1, "microbatches": 8}
+    parallel = {"pp": 4, "virtual_pp": 2, "tp": 2, "cp": 1, "dp": 1, "microbatches": 8, "cuda_graphs": "layers"}
     case = {"gpus": 8, "cluster": "dgx-h100", "model": "llama3.2-1b", "context": 8192, "tokens": 8 * 8192}
     return advise_step(scenario_from(case | {"parallel": parallel}))
 

@@ -207,8 +207,14 @@ def _model(name: str) -> Explained:
     if one.model is None:
         return Explained(name=name, kind="model", text=f"{one.refusal()}. Repository: {one.hub}.")
     caveats = f" It has {', '.join(one.caveats)}, which a step leaves out." if one.caveats else ""
-    facts = tuple((size, f"{number:,}") for size, number in asdict(one.model).items() if number)
+    sizes = {size: value for size, value in asdict(one.model).items() if value}
+    facts = tuple((size, f"{value:,}" if isinstance(value, int) else _listed(value)) for size, value in sizes.items())
     return Explained(name=name, kind="model", text=f"{one.hub}, {one.model.size()}.{caveats}", facts=facts)
+
+
+def _listed(value: object) -> str:
+    """Sizes within a size, e.g. ``key_heads 16, value_heads 32``."""
+    return ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _cluster(name: str) -> Explained:

@@ -34,11 +34,15 @@ class Timeline:
         np.maximum.at(ends, self.schedule.lane_rank, self.end_s[self.schedule.op_of_lane()])
         return ends
 
-    def critical_path(self) -> Ints:
-        """Ops that the makespan consists of, first to last; the first one waited for its host or for nothing."""
+    def critical_path(self, last: int | None = None) -> Ints:
+        """Ops that the makespan consists of, first to last; the first one waited for its host or for nothing.
+
+        Args:
+            last: op whose end is asked for in place of the makespan.
+        """
         if len(self.schedule) == 0:
             return np.zeros(0, np.int64)
-        path = [int(np.argmax(self.end_s))]
+        path = [int(np.argmax(self.end_s)) if last is None else last]
         while self.cause[path[-1]] != path[-1]:
             path.append(int(self.cause[path[-1]]))
         return np.array(path[::-1])

@@ -112,13 +112,15 @@ class Prices:
         return subgroup_sizes(self.num_ranks)
 
     def model(self, size: int) -> StepModel:
-        """The step on groups of so many ranks.
+        """The step on groups of so many ranks, with hosts in time: what they are late does not add up by documents.
 
         Raises:
             InfeasibleError: the cluster or the model cannot be cut like this.
         """
         scenario, cut = self.case.scenario, self.case.parallel()
         cut = replace(cut, cp=size, dp=self.num_ranks // size, microbatches=1)
+        if framework(scenario.framework or DEFAULT).graphs:
+            cut = replace(cut, cuda_graphs="layers")
         return self.case.model(cut, "none" if size == 1 else str(scenario.strategy), scenario.knobs if size > 1 else {})
 
     def with_factors(self, factors: Mapping[str, float]) -> Prices:

@@ -34,7 +34,16 @@ from typing import Final, Literal
 from cpsim.case.gpu import BLACKWELL, Gpu
 from cpsim.case.model import Lora
 from cpsim.errors import InfeasibleError
-from cpsim.prediction.step.frameworks import Framework, Held, Sizes, eager, torch_held, torch_last, torch_layer
+from cpsim.prediction.step.frameworks import (
+    EMBEDDING_SUM,
+    Framework,
+    Held,
+    Sizes,
+    eager,
+    torch_held,
+    torch_last,
+    torch_layer,
+)
 from cpsim.prediction.step.layer import BF16, Collective, Gemm
 from cpsim.prediction.step.precision import FP8, TRANSPOSE, Recipe, in_fp8
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
@@ -144,7 +153,8 @@ def _module(kept: str) -> str:
 
 def _of_weights(node: Node) -> bool:
     """Whether an op makes a gradient of weights."""
-    return (isinstance(node.what, Gemm) and node.what.kind == "wgrad") or "embedding_bwd" in str(node.what)
+    embeds = "embedding_bwd" in str(node.what) or EMBEDDING_SUM in node.makes
+    return embeds or (isinstance(node.what, Gemm) and node.what.kind == "wgrad")
 
 
 def _reads(nodes: Nodes) -> frozenset[str]:

@@ -548,20 +548,28 @@ def latent(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str]]:
     return forward, backward, kept
 
 
+EMBEDDING_SUM: Final = "sum of embedding gradients"
+
+
 def megatron_first(s: Sizes, _compiled: bool) -> LayerCode:
-    """Embedding: rows of this rank's words, summed over the ranks."""
+    """Embedding: rows of this rank's words, summed over the ranks; its gradient is added to a buffer in fp32."""
+    code, added = embedded(s), (BF16 + 2 * FP32) * s.words * s.model.hidden
+    return replace(code, backward=(*code.backward, Node(ElementwisePass("copy", added), ("dy",), {EMBEDDING_SUM: 0})))
+
+
+def embedded(s: Sizes) -> LayerCode:
+    """Rows of this rank's words, summed over the ranks, and the gradient of all its words."""
     many, hidden = s.tp > 1, s.tokens * s.model.hidden
     zeros = BF16 * s.words * s.model.hidden
     back = Node(
         ElementwisePass("embedding_bwd", OP_BYTES["embedding_bwd"] * hidden + zeros), ("dy all",) if many else ("dy",)
     )
-    sums = Node(ElementwisePass("copy", zeros + 2 * FP32 * s.words * s.model.hidden), ("dy",))  # into a buffer in fp32
     return LayerCode(
         forward=(
             node("embedding", hidden, "weights", **({"y_all": s.whole} if many else {"y": s.shard})),
             *(scattered(s, "y all", "y") if many else ()),
         ),
-        backward=(*(gathered(s, "dy", "dy all") if many else ()), back, sums),
+        backward=(*(gathered(s, "dy", "dy all") if many else ()), back),
         kept=frozenset(),
     )
 
@@ -859,7 +867,7 @@ def _with_chunks(node: Node) -> Nodes:
 
 def torch_first(s: Sizes, _compiled: bool) -> LayerCode:
     """Embedding; with tensor parallelism its rows are cut by words, and sums are scattered."""
-    code = megatron_first(s, False)
+    code = embedded(s)
     *talks, back = code.backward
     made = {f"{GRADIENT} embedding": BF16 * s.words * s.model.hidden}
     return replace(code, backward=(*talks, replace(back, makes=made)))

@@ -81,21 +81,24 @@ class Simulated:
     """Ops of the forward pass, which come first."""
 
     def seconds(self) -> Floats:
-        """Seconds of both passes by cost model, along the critical path, ``[2, len(PARTS)]``."""
-        path, start, end = self.timeline.critical_path(), self.timeline.start_s, self.timeline.end_s
+        """Seconds of both passes by cost model, along the critical path of each, ``[2, len(PARTS)]``.
+
+        The backward pass begins where the last op of the forward one ends.
+        """
+        start, end = self.timeline.start_s, self.timeline.end_s
         found = np.zeros((2, len(PARTS)))
         before = 0.0
-        for op in path.tolist():
-            pass_ = int(op >= self.forward)
-            late = start[op] - before
-            if late > 0:
-                found[pass_, PARTS.index("host")] += late
-            alone = 0.0
-            for name, seconds in self.parts[op].items():
-                found[pass_, PARTS.index(name)] += seconds
-                alone += seconds
-            found[pass_, PARTS.index("interference")] += max(0.0, end[op] - start[op] - alone)
-            before = end[op]
+        for pass_, last in enumerate((int(np.argmax(end[: self.forward])), int(np.argmax(end)))):
+            for op in self.timeline.critical_path(last).tolist():
+                if end[op] <= before:
+                    continue
+                found[pass_, PARTS.index("host")] += max(0.0, start[op] - before)
+                share = (end[op] - max(start[op], before)) / (end[op] - start[op])
+                for name, seconds in self.parts[op].items():
+                    found[pass_, PARTS.index(name)] += share * seconds
+                alone = sum(self.parts[op].values())
+                found[pass_, PARTS.index("interference")] += share * max(0.0, end[op] - start[op] - alone)
+                before = end[op]
         return found
 
 

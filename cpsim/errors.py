@@ -81,13 +81,18 @@ def unknown_name(field: str, name: object, known: Sequence[str]) -> str:
     return f"{field}: expected {names}; got {shown(name)}" + (f"; {hint}" if hint.startswith("did") else "")
 
 
+LISTED: Final = 40
+"""Names that a message lists."""
+
+
 def nearest(name: object, names: Iterable[str]) -> str:
-    """``did you mean 'x'?``, or the whole list where nothing is near."""
+    """``did you mean 'x'?``, or the list where nothing is near."""
     known = list(names)
     lower = {entry.lower(): entry for entry in known}
     asked = name[:QUOTED] if isinstance(name, str) else shown(name)
     found = get_close_matches(asked.lower(), lower, n=1, cutoff=0.5)
-    return f"did you mean {lower[found[0]]!r}?" if found else f"expected one of {', '.join(known)}"
+    more = f" and {len(known) - LISTED} more" if len(known) > LISTED else ""
+    return f"did you mean {lower[found[0]]!r}?" if found else f"expected one of {', '.join(known[:LISTED])}{more}"
 
 
 def shown(value: object) -> str:

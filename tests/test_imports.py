@@ -188,7 +188,9 @@ def test_the_command_refuses_mixed_gpus_in_one_line(write, tmp_path):
     assert "expected points of one GPU type, got 4 of b200, h100" in one_line(error)
 
 
-@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.jsonl")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(path for path in PUBLISHED.glob("*.jsonl") if load(path).header["files"]), ids=lambda path: path.stem
+)
 def test_published_points_are_their_tables(path):
     points = load(path)
     _, read, _ = read_kernel_table(PUBLISHED / points.header["files"][0], Table(gpu=points.header["gpu"]))

@@ -164,7 +164,6 @@ def test_an_option_of_another_study_is_refused(study, option):
     ("study", "flag", "option"),
     [
         *(("magi-h100", "--fit", option) for option in (["--out", "x"], ["--json"], ["--jobs", 1], ["--worst", 0])),
-        ("distca", "--scale", ["--lengths", "x"]),
     ],
 )
 def test_an_option_that_a_flag_would_drop_is_refused(study, flag, option):

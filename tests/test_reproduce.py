@@ -170,3 +170,7 @@ def test_an_option_that_a_flag_would_drop_is_refused(study, flag, option):
     error = one_line(studies(study, flag, *option, status=2))
     assert f"studies: {flag} " in error
     assert f"leave {option[0]} out" in error
+
+
+def test_lists_that_only_a_flag_reads_are_refused_without_it():
+    assert "only --scale has runs of Pretrain" in one_line(studies("distca", "--pretrain", "x", status=2))

@@ -50,7 +50,7 @@ REGIMES: Final = {
     "emulated nodes": ("two emulated nodes over sockets", "4 H200, 2 and 4 H100"),
     "real nodes": ("real nodes", "none yet: networks between nodes rest on published figures"),
     "layers": ("whole layers", "three models on 1 to 4 H200 and H100"),
-    "steps": ("whole steps of few layers", "PyTorch compiled and eager, Transformers, Megatron-Core; 1, 2 and 4 H100 and H200"),
+    "steps": ("whole steps of few layers", "PyTorch, Transformers, Megatron-Core; 1, 2 and 4 H100 and H200"),
 }
 """Rows of the table: their names and where their runs come from."""
 

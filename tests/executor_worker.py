@@ -45,7 +45,7 @@ def problems(num_ranks):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings
 
 
-SHARE, SHARE_OF_ALL = 7, {8: 4}
+SHARE, SHARE_OF_ALL = 5, {8: 4}
 """One of so many strategies runs with each mask, in turn; where all are asked for, by ranks."""
 
 

@@ -97,7 +97,7 @@ def test_progress_lines_are_those_that_the_command_reads():
     assert calibrate.PROGRESS is PROGRESS
 
 
-@pytest.mark.parametrize(("cuda", "least"), [(False, 24), (True, 480)])
+@pytest.mark.parametrize(("cuda", "least"), [(False, 60), (True, 480)])
 def test_every_run_measures_the_same_shapes_in_the_same_order(cuda, least):
     from cpsim.real.measure.calibrate import shapes_of
 

@@ -198,7 +198,6 @@ def test_a_timetable_is_a_valid_schedule_of_dense_attention(two_rounds, pass_):
     numeric.check(schedule, workload, numeric.any_order(schedule, seed=1))
 
 
-@pytest.mark.slow
 def test_a_timetable_runs_on_two_processes(two_rounds, tmp_path):
     pytest.importorskip("torch")
     asked, out = tmp_path / "cases.jsonl", tmp_path / "runs.jsonl"

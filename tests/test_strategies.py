@@ -41,16 +41,14 @@ def problems(masks=ALL_MASKS, heads=tuple(HEADS)):
 
 
 def feasible(name, knobs, pass_, ranks=ALL_RANKS, cover="product", **chosen):
-    """(workload, schedule) of cases that the strategy can run: of all with all numbers of ranks, or of every other one
-    with one number, in turn, so that any two of strategy, case, pass and number of ranks still meet."""
+    """(workload, schedule) of cases that the strategy can run: of all with all numbers of ranks, or of each with one
+    number, in turn, so that any two of strategy, case and number of ranks still meet."""
     turn = ALL_STRATEGIES.index((name, knobs)) + ALL_PASSES.index(pass_)
     for i, case in enumerate(problems(**chosen)):
-        first = (turn + i) // 2 % len(ranks)
+        first = (turn + i) % len(ranks)
         found = possible(name, knobs, pass_, case, ranks[first:] + ranks[:first])
-        if cover == "product":
-            yield from ((case, schedule) for schedule in found)
-        elif (turn + i) % 2 == 0:
-            yield from ((case, schedule) for schedule in islice(found, 1))
+        for schedule in found if cover == "product" else islice(found, 1):
+            yield case, schedule
 
 
 def possible(name, knobs, pass_, case, ranks):
@@ -71,7 +69,7 @@ def test_every_schedule_is_valid(name, knobs, pass_, cover):
     for case, schedule in feasible(name, knobs, pass_, cover=cover):
         validate(schedule, case, pass_)
         count += 1
-    assert count >= (12 if cover == "pairs" else 24 if name == "none" else 40)
+    assert count >= (24 if name == "none" else 25 if cover == "pairs" else 40)
 
 
 @every_cover
@@ -83,16 +81,14 @@ def test_schedules_compute_dense_attention_in_any_legal_order(name, knobs, pass_
     for case, schedule in feasible(name, knobs, pass_, ranks=(1, 2, 3, 4), cover=cover, heads=("gqa", "mqa")):
         numeric.check(schedule, case, numeric.any_order(schedule, seed=len(schedule)))
         count += 1
-    assert count >= (10 if cover == "pairs" else 20)
+    assert count >= 20
 
 
-@pytest.mark.parametrize("ranks", [(1, 4, 6), pytest.param(ALL_RANKS, marks=pytest.mark.slow)], ids=["few", "all"])
 @every_pass
 @every_strategy
-def test_queries_that_see_no_key_have_no_output(name, knobs, pass_, ranks):
-    """One of six ranks has such queries alone."""
+def test_queries_that_see_no_key_have_no_output(name, knobs, pass_):
     count = 0
-    for case, schedule in feasible(name, knobs, pass_, ranks, masks=[BLIND_MASK]):
+    for case, schedule in feasible(name, knobs, pass_, masks=[BLIND_MASK]):
         assert not numeric.dense_mask(case.slices(), 48)[:8].any()
         assert (numeric.tensors(case)["out"][:8, :, -1] == -np.inf).all()
         validate(schedule, case, pass_)

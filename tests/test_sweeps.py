@@ -27,7 +27,6 @@ from cpsim.runtime import files
 BASE = {"cluster": "dgx-h200", "heads": 32, "kv_heads": 8, "pass": "fwd"}
 GRID = {"strategy": ["usp", "zigzag_ring"], "gpus": [8, 12, 16], "tokens_per_gpu": [1024, 2048]}
 LONG = {"strategy": ["usp"], "gpus": [8], "tokens_per_gpu": list(range(1024, 1024 + 16 * 400, 16))}
-SHORTER = LONG | {"tokens_per_gpu": LONG["tokens_per_gpu"][:80]}
 
 
 def file_of(tmp_path, grid=GRID, **more):
@@ -122,7 +121,7 @@ def _children(pid):
 
 
 def test_two_sweeps_never_write_to_one_folder(tmp_path):
-    path, out = file_of(tmp_path, SHORTER), tmp_path / "out"
+    path, out = file_of(tmp_path, LONG), tmp_path / "out"
     first = subprocess.Popen(command(path, out, "--jobs", "2"), stdout=subprocess.DEVNULL)
     while not (out / SWEEP_FILE).exists():
         assert first.poll() is None
@@ -136,7 +135,7 @@ def test_two_sweeps_never_write_to_one_folder(tmp_path):
         assert "writes there; wait for it, or choose another --out" in second.stderr
     first.send_signal(signal.SIGCONT)
     assert first.wait() == 0
-    assert [row["number"] for row in rows_of(out)] == list(range(80))
+    assert [row["number"] for row in rows_of(out)] == list(range(400))
 
 
 def test_sweeps_that_nothing_keeps_apart_write_the_same(tmp_path, monkeypatch):

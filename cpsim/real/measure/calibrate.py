@@ -273,7 +273,7 @@ class Calibration:
 
 LOADS = ("fa4", "fa2", "math")
 """Kernels whose interference is measured; the others are of the class of one of them."""
-POOL = {True: 480, False: 24}
+POOL = {True: 480, False: 60}
 """Shapes of every kernel, on GPUs and on a CPU."""
 
 

@@ -79,6 +79,7 @@ class Scan:
     key_dim: int
     value_dim: int
     chunk: int
+    """Tokens that are computed as products at once."""
 
     def traffic_bytes(self, pass_: str, tokens: float) -> float:
         """Read and written."""

@@ -37,7 +37,7 @@ def layer_seconds(host: HostParams, code: str, parallel: Parallel, experts: int 
     Returns:
         None where nothing like it was measured.
     """
-    layer = _Layer(host, code, tuple(_cuts(parallel)), parallel.recompute)
+    layer = _Layer.of(host, code, parallel)
     forward, backward = (layer.seconds(name) for name in PASSES)
     if not (forward and backward):
         return None
@@ -51,7 +51,7 @@ def layer_seconds(host: HostParams, code: str, parallel: Parallel, experts: int 
 
 def update_seconds(host: HostParams, code: str, parallel: Parallel) -> float:
     """Seconds in which a host launches the optimizer's update of a layer; 0 where that was not measured."""
-    layer = _Layer(host, code, tuple(_cuts(parallel)), parallel.recompute)
+    layer = _Layer.of(host, code, parallel)
     return layer.seconds("update") or layer.measured((), "none", "update") or 0.0
 
 
@@ -73,6 +73,10 @@ class _Layer:
     code: str
     cuts: tuple[str, ...]
     recompute: str
+
+    @classmethod
+    def of(cls, host: HostParams, code: str, parallel: Parallel) -> _Layer:
+        return cls(host, code, tuple(_cuts(parallel)), parallel.recompute)
 
     def measured(self, cuts: tuple[str, ...], recompute: str, name: str, experts: str = "") -> float | None:
         code = f"{self.code.split()[0]} eager {experts}" if experts else self.code

@@ -139,6 +139,7 @@ class StepModel:
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
     _memory: dict[tuple[int, ...], StageMemory] = field(default_factory=dict)
     _kinds: list[tuple[float, StepModel]] = field(default_factory=list)
+    _launched: dict[int, dict[str, tuple[float, ...]]] = field(default_factory=dict)
 
     @property
     def kinds(self) -> list[tuple[float, StepModel]]:
@@ -147,6 +148,7 @@ class StepModel:
         if not self._kinds and len(self.model.kinds) > 1:
             for share, model in self.model.kinds:
                 own: dict[str, Any] = {"_known": {}, "_occupied": {}, "_memory": {}, "_chunks": {}, "_layers": {}}
+                own["_launched"] = {}
                 self._kinds.append((share, replace(self, model=model, _kinds=[], **own)))
         return self._kinds
 
@@ -305,7 +307,7 @@ class StepModel:
         make, layers = self._programs(tokens, chunks[0]), self.layers[chunks[0]]
         shown = min(LAYERS, layers)
         run = make(shown)
-        ops = ops_of(run, scheduled(run, self._prices(attended.parts, make)))
+        ops = ops_of(run, scheduled(run, self._prices(attended.parts, tokens)))
         return Inside(chunks=tuple(chunks), layers=layers, shown=shown, ops=ops)
 
     def program(self, tokens: int, chunk: int = 0) -> Program:
@@ -507,21 +509,19 @@ class StepModel:
         def seconds(count: int, prompt: bool = False) -> Floats:
             if (*key, count, prompt) not in self._known:
                 make = self._programs(tokens, chunk)
-                prices = self._prices(({}, {}) if plain else attended.parts, make)
+                prices = self._prices(({}, {}) if plain else attended.parts, tokens)
                 prices = replace(prices, launch_s={}) if prompt else prices
                 self._known[*key, count, prompt] = scheduled(make(count), prices).seconds()
             return self._known[*key, count, prompt]
 
         found = of_layers(seconds, layers)
-        late = float(found[:, PARTS.index("host")].sum())
+        host = PARTS.index("host")
+        late = float(found[:, host].sum())
         if late and self._hosts_run_on:
-            least = max(
-                float(of_layers(partial(seconds, prompt=True), layers).sum()),
-                self._launched_seconds(self._programs(tokens, chunk), layers),
-            )
-            on_time = np.ones(len(PARTS))
-            on_time[PARTS.index("host")] -= max(0.0, float(found.sum()) - least) / late
-            found = found * on_time
+            prompt_s = float(of_layers(partial(seconds, prompt=True), layers).sum())
+            spare = float(found.sum()) - max(prompt_s, self._launched_seconds(tokens, chunk))
+            found = found.copy()
+            found[:, host] *= 1 - max(0.0, spare) / late
         if not plain:
             return found
         forward, backward = stacked(attended.parts)
@@ -538,11 +538,11 @@ class StepModel:
         """
         return self.parallel.microbatches > 1 and (self.parallel.pp == 1 or self.parallel.virtual_pp > 1)
 
-    def _launched_seconds(self, make: Callable[[int], Program], layers: int) -> float:
-        """In which a host launches both passes of so many layers and what is around them."""
-        launch_s = self._launches(make)
+    def _launched_seconds(self, tokens: int, chunk: int) -> float:
+        """In which a host launches both passes of a virtual stage."""
+        make, launch_s = self._programs(tokens, chunk), self._launches(tokens)
         few, more = (float(launches_seconds(make(count), launch_s).sum()) for count in (1, 2))
-        return few + (layers - 1) * (more - few)
+        return few + (self.layers[chunk] - 1) * (more - few)
 
     def _layer(self, tokens: int) -> tuple[bool, float]:
         """Whether attention of a layer runs again before the backward pass, and bytes that a rank sends to others of
@@ -561,11 +561,15 @@ class StepModel:
             self._layers[tokens] = again, sent
         return self._layers[tokens]
 
-    def _launches(self, make: Callable[[int], Program]) -> dict[str, tuple[float, ...]]:
+    def _launches(self, tokens: int) -> dict[str, tuple[float, ...]]:
         """Seconds of one launch of the host, forward and backward, by stream: so long that those of a layer take what
         a layer was measured to take."""
-        if not self._hosts_count:
-            return {}
+        if tokens not in self._launched:
+            self._launched[tokens] = self._seconds_of_launches(tokens) if self._hosts_count else {}
+        return self._launched[tokens]
+
+    def _seconds_of_launches(self, tokens: int) -> dict[str, tuple[float, ...]]:
+        """What ``_launches`` remembers."""
         host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
         alone = {
             stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
@@ -575,6 +579,7 @@ class StepModel:
         whole = layer_seconds(host, self._host_code, self.parallel, experts) if alone else None
         if whole is None:
             return alone
+        make = self._programs(tokens, -1)
         scale = np.array(whole) / (launches_seconds(make(2), alone) - launches_seconds(make(1), alone))
         return {stream: tuple(scale * seconds) for stream, seconds in alone.items()}
 
@@ -590,7 +595,7 @@ class StepModel:
         """Whose layers hosts were timed with."""
         return f"{self.framework.host} {'compiled' if self.compiled else 'fp8' if self.recipe else 'eager'}"
 
-    def _prices(self, attention: tuple[Parts, Parts], make: Callable[[int], Program]) -> Prices:
+    def _prices(self, attention: tuple[Parts, Parts], tokens: int) -> Prices:
         group = self.parallel.group(self.cluster, self.parallel.shards)
         experts = self.parallel.group(self.cluster, self.parallel.ep)
         return Prices(
@@ -601,7 +606,7 @@ class StepModel:
                 experts if op.kind == "all_to_all" else group, Kind[op.kind.upper()], op.nbytes
             ),
             host_bytes_per_s=self.cluster.host_link,
-            launch_s=self._launches(make),
+            launch_s=self._launches(tokens),
         )
 
     def _hop_seconds(self, tokens: int) -> float:
@@ -645,8 +650,7 @@ class StepModel:
             return sum(share * one._host_seconds(tokens) for share, one in self.kinds)
         layers = self.layers[0]
         update = update_seconds(self.costs.profile.host, self._host_code, self.parallel) * self.parallel.optimizer
-        launched = self._launched_seconds(self._programs(tokens, 0), layers)
-        return self.parallel.microbatches * launched + layers * update
+        return self.parallel.microbatches * self._launched_seconds(tokens, 0) + layers * update
 
     def _ahead(self, end: float, pipeline: Pipeline, update: Floats) -> Floats:
         """What of the update other stages hide, so that parts of the path sum to the time."""

@@ -30,8 +30,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -179,6 +180,19 @@ class Bench:
                 raise
             return
         self.writer.add(op, samples, **parameters, sm_clock_hz=self.clock.sm_hz())
+
+
+@contextmanager
+def benched(out: Path, header: dict[str, Any], device: torch.device, started: float) -> Iterator[Bench]:
+    """A bench that writes to a new file, at last how long all took since `started`, and then tells what failed."""
+    print(json.dumps(header), flush=True)
+    with out.open("w", encoding="utf-8") as file:
+        bench = Bench(Writer(file, header), device)
+        yield bench
+        bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
+    for message, count in bench.errors.items():
+        print(f"error x{count}: {message}")
+    print(f"{time.monotonic() - started:.0f} s")
 
 
 def median_error(samples: Sequence[float]) -> float:
@@ -829,14 +843,8 @@ def main() -> None:
     kernels = sorted({kernel for kernel, _ in listed(args.shapes)}) if args.listed else kernels
     versions = {kernel: attention.kernel_version(kernel) for kernel in kernels}
     header = provenance(device, 1, versions, command_line("python -m cpsim.real.measure.kernels"), args.commit)
-    print(json.dumps(header))
-    with args.out.open("w", encoding="utf-8") as file:
-        bench = Bench(Writer(file, header), device)
+    with benched(args.out, header, device, started) as bench:
         measure(bench, kernels, args, started)
-        bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
-    for message, count in bench.errors.items():
-        print(f"error x{count}: {message}")
-    print(f"{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

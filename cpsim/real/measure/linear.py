@@ -21,14 +21,13 @@ Legend of tensor suffixes: T tokens, H value heads, G key heads, K key dimension
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
@@ -39,8 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpsim.calibrate.measurement import Writer
-from cpsim.real.measure.kernels import Bench
+from cpsim.models import recurrent
+from cpsim.real.measure.kernels import Bench, benched
 from cpsim.real.measure.products import rotated
 from cpsim.real.run.recurrent import recurrence
 from cpsim.real.run.timing import provenance
@@ -63,16 +62,9 @@ MAX_BYTES: Final = 55e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scan:
+class Scan(recurrent.Scan):
     """A scan of one layer over packed sequences."""
 
-    kernel: str
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    chunk: int
-    """Tokens that are computed as products at once."""
     lens: tuple[int, ...]
     """Tokens of the sequences."""
     states: bool = False
@@ -80,16 +72,9 @@ class Scan:
 
     def parameters(self) -> dict[str, Any]:
         """Of a point."""
-        return {
-            "kernel": self.kernel,
-            "key_heads": self.key_heads,
-            "value_heads": self.value_heads,
-            "key_dim": self.key_dim,
-            "value_dim": self.value_dim,
-            "chunk": self.chunk,
-            "q_lens": list(self.lens),
-            "states": self.states,
-        }
+        found = asdict(self)
+        lens, states = found.pop("lens"), found.pop("states")
+        return {**found, "q_lens": list(lens), "states": states}
 
     def kept_bytes(self) -> float:
         """Rough bytes of both passes: tensors of tokens, and states of chunks in 4 bytes with their gradients."""
@@ -519,16 +504,11 @@ def main() -> None:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     command = f"python -m cpsim.real.measure.linear --seconds {args.seconds:g}"
     header = provenance(device, 1, installed(), command, args.commit)
-    print(json.dumps(header))
-    with args.out.open("w", encoding="utf-8") as file:
-        bench = Bench(Writer(file, header), device)
+    with benched(args.out, header, device, started) as bench:
         if cuda:
             measure_all(bench, started + args.seconds)
         else:
             try_out(bench)
-        bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
-    for message, count in bench.errors.items():
-        print(f"error x{count}: {message}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpsim.calibrate.measurement import Writer
 from cpsim.case.model import MODELS
-from cpsim.real.measure.kernels import L2_BYTES, Bench
+from cpsim.real.measure.kernels import L2_BYTES, Bench, benched
 from cpsim.real.measure.layers import gemm_op
 from cpsim.real.run.timing import provenance
 
@@ -335,16 +333,11 @@ def main() -> None:
     command = f"python -m cpsim.real.measure.products --minutes {args.minutes:g} --seed {args.seed}"
     command += f" --only {args.only}" if args.only else ""
     header = provenance(device, 1, {}, command, args.commit)
-    print(json.dumps(header))
-    with args.out.open("w", encoding="utf-8") as file:
-        bench = Bench(Writer(file, header), device)
+    with benched(args.out, header, device, started) as bench:
         if cuda:
             run(bench, args.seed, started + 60 * args.minutes, args.only)
         else:
             try_out(bench)
-        bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
-    for message, count in bench.errors.items():
-        print(f"error x{count}: {message}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ Legend of tensor suffixes: T tokens, H query heads, G key heads, D dimension, N 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +38,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from cpsim.calibrate.measurement import Writer
-from cpsim.real.measure.kernels import WRONG, Bench, measure_attention
+from cpsim.real.measure.kernels import WRONG, Bench, benched, measure_attention
 from cpsim.real.measure.shapes import Shape
 from cpsim.real.run.timing import command_line, provenance
 
@@ -613,9 +611,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     versions = {"fla": _fla_version(), "sdpa_flash": f"PyTorch {torch.__version__}"}
     header = provenance(device, 1, versions, command_line("python -m cpsim.real.measure.sparse"), args.commit)
-    print(json.dumps(header), flush=True)
-    with args.out.open("w", encoding="utf-8") as file:
-        bench = Bench(Writer(file, header), device)
+    with benched(args.out, header, device, started) as bench:
         if not cuda:
             try_out(bench)
         elif _fla_version() != "missing":
@@ -630,10 +626,6 @@ def main() -> None:
                 print(f"out of memory: {str(error)[:100]}", flush=True)
             torch.cuda.empty_cache()
             print(f"{task.func.__name__} {task.keywords}: {time.monotonic() - before:.1f} s", flush=True)
-        bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
-    for message, count in bench.errors.items():
-        print(f"error x{count}: {message}")
-    print(f"{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

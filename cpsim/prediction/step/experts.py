@@ -15,7 +15,7 @@ fused, as its example for Mixtral has them, which is not the default.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from cpsim.case.model import Model
@@ -42,14 +42,7 @@ def once_a_rank(code: LayerCode, model: Model, ep: int) -> LayerCode:
     """
     if not model.experts:
         return code
-    share = ep * (1 - (1 - 1 / ep) ** model.top_k) / model.top_k
-
-    def sent(node: Node) -> Node:
-        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
-            return node
-        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
-
-    return replace(code, forward=tuple(map(sent, code.forward)), backward=tuple(map(sent, code.backward)))
+    return code.with_exchanges([ep * (1 - (1 - 1 / ep) ** model.top_k) / model.top_k])
 
 
 def balanced(total: int, parts: int) -> list[int]:

@@ -53,19 +53,7 @@ def beside_others(code: LayerCode, alone: float) -> LayerCode:
 
     Source: NVIDIA/Megatron-LM, core_v0.15.0, pipeline_parallel/combined_1f1b.py (overlap_moe_expert_parallel_comm).
     """
-
-    def part(node: Node, share: float) -> Node:
-        assert isinstance(node.what, Collective)
-        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
-
-    def divided(node: Node) -> Nodes:
-        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
-            return (node,)
-        return part(node, alone), replace(part(node, 1 - alone), makes={})
-
-    forward = tuple(each for node in code.forward for each in divided(node))
-    backward = tuple(each for node in code.backward for each in divided(node))
-    return replace(code, forward=forward, backward=backward)
+    return code.with_exchanges([alone, 1 - alone])
 
 
 def _replaced(code: LayerCode, tp: int, gather: Gather, scatter: Scatter) -> LayerCode:

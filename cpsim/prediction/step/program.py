@@ -21,7 +21,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.prediction.step.layer import Op
+from cpsim.prediction.step.layer import Collective, Op
 
 Attention = Literal["fwd", "bwd"]
 Stream = Literal["compute", "comm", "gather", "scatter", "to_host", "from_host"]
@@ -77,6 +77,21 @@ class LayerCode:
     backward: Nodes
     kept: frozenset[str]
     """Tensors that are kept for the backward pass where nothing is computed again, of those that it reads."""
+
+    def with_exchanges(self, shares: Sequence[float]) -> LayerCode:
+        """A layer that exchanges tokens of experts in parts: of these shares of the bytes, the first of which brings
+        what others read."""
+
+        def parts(node: Node) -> Nodes:
+            if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
+                return (node,)
+            whats = [replace(node.what, nbytes=round(share * node.what.nbytes)) for share in shares]
+            return tuple(replace(node, what=what, makes={} if i else node.makes) for i, what in enumerate(whats))
+
+        forward, backward = (
+            tuple(one for node in side for one in parts(node)) for side in (self.forward, self.backward)
+        )
+        return replace(self, forward=forward, backward=backward)
 
     def again(self, kept: Collection[str], to: Collection[str] = ()) -> Nodes:
         """Forward ops that run again before the backward pass where only these tensors, and ``x``, are kept: those that

@@ -33,8 +33,12 @@ GB300 = (
     "at 1,400 instead of 1,200 W"
 )
 LATE_HOSTS = (
-    "in bf16 all but one are too fast: Megatron's hosts, which wait for counts of tokens in every layer, are never "
-    "late; in MXFP8 the same layouts run 1.3 to 1.45 times as fast from release 26.06 on"
+    "in bf16 those of GB200, B200 and B300 are too fast: hosts, which wait for counts of tokens in every layer, never "
+    "wait here; in MXFP8 the same layouts run 1.3 to 1.45 times as fast from release 26.06 on"
+)
+FAST_HOSTS = (
+    "hosts of SimuMax's B200 launch layers with tp 8 faster than those measured here: three rows are 41 to 49 % slow, "
+    "the others 3 % off on average"
 )
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
 SHORT_GRIDS = "rows of 32,768 tokens, a sixth of those of 131,072, are predicted at less than half: open"
@@ -111,15 +115,15 @@ TARGETS = {
     "our FSDP2 steps, reserved memory, mean": Target(0.08),
     "MLPerf's steps, time, mean": Target(0.10),
     "MLPerf's steps, memory, mean": Target(0.06),
-    "SimuMax's steps, time, mean": Target(0.07),
+    "SimuMax's steps, time, mean": Target(0.07, FAST_HOSTS),
     "SimuMax's steps, memory, mean": Target(0.06),
     "ring-flash-attn's table, mean": Target(0.06),
     "USP's grids, mean": Target(0.10, SHORT_GRIDS),
-    "published steps in bf16, mean": Target(0.07),
+    "published steps in bf16, mean": Target(0.07, FAST_HOSTS),
     "published steps in FP8, mean": Target(0.10),
     "other published steps, mean": Target(0.15),
     "published memory, mean": Target(0.06),
-    "published times, signed": Target(0.04, f"{SHORT_GRIDS}; {LATE_HOSTS}"),
+    "published times, signed": Target(0.04),
     "MagiAttention's benchmark on B200, documents, mean": Target(
         0.06, "B200's clock, which follows its power limit since, hardly rises where ranks wait: 7 % too slow"
     ),

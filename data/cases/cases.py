@@ -9,7 +9,8 @@ random, on one GPU; those of one-h200-5 of any number of tokens), ranks-1.jsonl,
 to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), windows-h100.jsonl and windows-h200.jsonl
 (other people's code on two GPUs, iterations back to back and apart), plain-h100.jsonl and plain-h200.jsonl (the same of
 flash-attn and PyTorch on one GPU), compiled-h100.jsonl and compiled-h200.jsonl (eight of these under torch.compile),
-one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs) and the folders four (one
+one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs), newer-1-* and newer-2-*
+(strategies and masks that the first sets lack, on one and two GPUs) and the folders four (one
 run on four H100 of one host, also as 2 x 2 nodes, with layers of DistCA and other people's code in windows) and eight
 (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
@@ -369,6 +370,57 @@ def rings_of_one(cluster: str) -> Iterator[Case]:
         yield {**asked, "strategy": "ulysses"}
 
 
+def newer(cluster: str, seed: int) -> Iterator[Case]:
+    """Strategies and masks that the first sets lack, on two GPUs, sizes and heads drawn at random: pass-Q and meshes of
+    one row or column, chunks of heads, rings whose backward pass sends queries, cached prefixes, windows, values of
+    another size than keys."""
+    rng = np.random.default_rng(seed)
+    mesh_ways: tuple[Case, ...] = (
+        {"strategy": "mesh", "knobs": {"keys": 1}},
+        {"strategy": "mesh", "knobs": {"keys": 2, "keys_backward": 1}},
+        {"strategy": "mesh", "knobs": {"keys": 2, "heads_per_gather": 2}},
+    )
+    back: Case = {"strategy": "zigzag_ring", "knobs": {"backward": "queries"}}
+    chunks = [{"strategy": "ulysses", "knobs": {"head_chunks": parts}} for parts in (2, 4)]
+    apart: tuple[Case, ...] = (ULYSSES, {"strategy": "zigzag_ring"}, GATHER_ZIGZAG)
+
+    def asked(kernel: str, mask: Any = "causal", heads: str = "", most: float = 15, **more: Any) -> Case:
+        tokens, drawn_heads = size_and_heads(rng, most)
+        return problem(2, tokens, mask, heads or drawn_heads, kernel=kernel, **more) | {"cluster": cluster}
+
+    for kernel in ("fa2", "sdpa_flash", "fa2", "flex"):
+        yield from each(asked(kernel), mesh_ways[: 3 if kernel == "fa2" else 2])
+    for kernel in ("fa2", "cudnn", "sdpa_flash"):
+        yield from each(asked(kernel), (back,))
+        yield from each(asked(kernel, "full"), ({"strategy": "ring"},))
+        for heads in ("32:8", "64:8"):
+            yield from each(asked(kernel, heads=heads), chunks)
+    for kernel in ("fa2", "sdpa_flash", "fa2"):
+        for share in (0.5, 0.9):
+            case = asked(kernel, most=16.5, **{"pass": "fwd"})
+            cached = int(2 * share * case["tokens_per_gpu"] // 512 * 512)
+            ways: tuple[Case, ...] = (RING, {"strategy": "mesh", "knobs": {"keys": 1}}, STRIPED)
+            yield from each(case | {"cached": cached}, ways[:2] if kernel == "sdpa_flash" else ways)
+    for kernel, window in (("fa2", 1024), ("fa2", 4096), ("flex", 1024), ("fa2", 128)):
+        yield from each(asked(kernel, {"name": "causal_sliding_window", "window": window}, most=17), apart)
+    for heads in ("16:16", "64:64"):
+        case = asked("cudnn", heads=heads, head_dim=192, value_dim=128)
+        yield from each(case, (ULYSSES, {"strategy": "zigzag_ring"}))
+
+
+def newer_calls(cluster: str, seed: int) -> Iterator[Case]:
+    """The same masks and sizes of heads on one GPU."""
+    rng = np.random.default_rng(seed)
+    for kernel, window in product(("fa2", "cudnn", "flex"), (128, 1024, 4096)):
+        tokens, heads = size_and_heads(rng, 17)
+        mask: Any = {"name": "causal_sliding_window", "window": window}
+        yield from each(problem(1, tokens, mask, heads, kernel=kernel) | {"cluster": cluster}, ({"strategy": "none"},))
+    for heads in ("16:16", "64:64", "128:128"):
+        tokens, _ = size_and_heads(rng, 14)
+        case = problem(1, tokens, "causal", heads, kernel="cudnn", head_dim=192, value_dim=128)
+        yield from each(case | {"cluster": cluster}, ({"strategy": "none"},))
+
+
 def in_turn(cases: list[Case], seed: int) -> list[Case]:
     """Shuffled, so that those at the front are of all sorts."""
     return [cases[i] for i in np.random.default_rng(seed).permutation(len(cases))]
@@ -620,6 +672,10 @@ def files() -> dict[Path, str]:
         FOLDER / "compiled-h200.jsonl": text(compiled_calls("h200-4")),
         FOLDER / "one-ring-h100.jsonl": text(rings_of_one("dgx-h100")),
         FOLDER / "one-ring-h200.jsonl": text(rings_of_one("h200-4")),
+        FOLDER / "newer-1-h100.jsonl": text(newer_calls("dgx-h100", 52)),
+        FOLDER / "newer-1-h200.jsonl": text(newer_calls("h200-4", 52)),
+        FOLDER / "newer-2-h100.jsonl": text(in_turn(list(newer("dgx-h100", 51)), 51)),
+        FOLDER / "newer-2-h200.jsonl": text(in_turn(list(newer("h200-4", 51)), 51)),
         FOLDER / "ranks-1.jsonl": text(single_ranks(26)),
         FOLDER / "ranks-others.jsonl": text(in_turn(list(single_ranks_of_others(28)), 28)),
         FOLDER / "ranks-2.jsonl": text(in_turn([c for c in single_ranks(27) if c["gpus"] <= 16], 27)),

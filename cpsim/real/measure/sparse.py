@@ -28,10 +28,11 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -557,8 +558,12 @@ def _is(config: Any, wanted: dict[str, int]) -> bool:
     return all(config.kwargs.get(name, getattr(config, name, None)) == value for name, value in wanted.items())
 
 
-def tasks() -> Iterator[partial[None]]:
-    """All measurements: first what PyTorch compiles nothing for, then MoBA, then what Triton compiles."""
+def tasks(only: Collection[str]) -> Iterator[partial[None]]:
+    """Measurements of these kinds: first what PyTorch compiles nothing for, then what Triton compiles."""
+    return chain.from_iterable(found() for name, found in TASKS.items() if name in only)
+
+
+def _torch_tasks() -> Iterator[partial[None]]:
     for tokens in LENGTHS[:4]:
         yield partial(measure_index, queries=min(4096, tokens), keys=tokens, kernel="torch")
         yield partial(measure_choice, queries=min(4096, tokens), keys=tokens)
@@ -566,17 +571,29 @@ def tasks() -> Iterator[partial[None]]:
     for tokens in (16384, 4096, 65536):
         yield partial(measure_dense, tokens=tokens, dims=DIMS[1], window=True)
     yield partial(measure_dense, tokens=16384, dims=DIMS[1], window=False)
+
+
+def _moba_tasks() -> Iterator[partial[None]]:
     yield partial(check, names=("moba",))
     for tokens, block, top_k in MOBA:
         yield partial(measure_moba, tokens=tokens, block=block, top_k=top_k)
+
+
+def _triton_tasks() -> Iterator[partial[None]]:
     yield partial(check, names=("index", "attend_keys"))
     for tokens in LENGTHS[:4]:
         yield partial(measure_index, queries=min(4096, tokens), keys=tokens, kernel="triton")
         yield partial(measure_chosen, queries=min(4096, tokens), keys=tokens)
+
+
+def _nsa_tasks() -> Iterator[partial[None]]:
     yield partial(check, names=("compress_attend", "attend_blocks"))
     for dims in (DIMS[1], DIMS[0]):
         for tokens in LENGTHS:
             yield partial(measure_nsa, tokens=tokens, dims=dims)
+
+
+TASKS: Final = {"torch": _torch_tasks, "moba": _moba_tasks, "triton": _triton_tasks, "nsa": _nsa_tasks}
 
 
 def try_out(bench: Bench) -> None:
@@ -602,6 +619,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=95.0, help="after so many nothing more is begun")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default=",".join(TASKS), help="which of these to measure")
     parser.add_argument("--cpu", action="store_true", help="plain references on a few tiny sizes, to try the script")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     args = parser.parse_args()
@@ -616,7 +634,7 @@ def main() -> None:
             try_out(bench)
         elif _fla_version() != "missing":
             cut_variants()
-        for task in tasks() if cuda else ():
+        for task in tasks(args.only.split(",")) if cuda else ():
             if time.monotonic() - started > args.seconds:
                 break
             before = time.monotonic()

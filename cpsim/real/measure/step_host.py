@@ -75,7 +75,7 @@ def cases(gpus: int) -> Iterator[tuple[str, Case]]:
 
 
 def _of_megatron(gpus: int) -> Iterator[tuple[str, Case]]:
-    """Dense layers in both precisions, and experts, by how many a rank has."""
+    """Dense layers in both precisions and with adapters of attention, and experts, by how many a rank has."""
     zero1 = {"sharding": "zero1"}
     cuts: dict[str, tuple[Case, str]] = {"": ({"sharding": "none"}, "none")}
     if gpus > 1:
@@ -85,6 +85,15 @@ def _of_megatron(gpus: int) -> Iterator[tuple[str, Case]]:
         for recompute in ("none", "full") if gpus == 1 else ("none",):
             how = {**parallel, "recompute": recompute}
             yield f"layer megatron eager{cut} {recompute}", _case(gpus, MEGATRON, how, strategy)
+        if cut != " tp":
+            for code, precision in (("eager", {}), ("fp8", {"precision": {"fp8": "current"}})):
+                adapters = {
+                    **MEGATRON,
+                    **precision,
+                    "trainable": {"lora": 16, "dropout": 0.1, "modules": ["qkv", "proj"]},
+                }
+                how = {**parallel, "recompute": "none"}
+                yield f"layer megatron {code}{cut} lora none", _case(gpus, adapters, how, strategy)
         if cut in ("", " tp"):
             fp8, how = {**MEGATRON, "precision": {"fp8": "current"}}, {**parallel, "recompute": "none"}
             yield f"layer megatron fp8{cut} none", _case(gpus, fp8, how, strategy)

@@ -34,6 +34,8 @@ class Runs:
     recipes: tuple[str, ...] = ()
     """Of products in FP8."""
     experts: bool = False
+    adapters: bool = False
+    """Of one tensor-parallel rank."""
     parts_loss: bool = True
 
 
@@ -47,6 +49,7 @@ RUNS: Final = {
         kernels=("cudnn", "fa2"),
         recipes=("delayed", "current"),
         experts=True,
+        adapters=True,
         parts_loss=False,
     ),
 }
@@ -135,7 +138,9 @@ def _reasons(cut: Cut, runs: Runs) -> list[str]:
         f"pp: steps run here without pipeline parallelism, got pp = {p.pp}; use 1": p.pp > 1,
         f"sharding: expected {_either(runs.shardings)}, got {p.sharding}": p.sharding not in runs.shardings,
         f"recompute: expected {_either(runs.recomputes)}, got {p.recompute}": p.recompute not in runs.recomputes,
-        "trainable: steps run here train all weights; leave it out": s.trainable not in (None, "all"),
+        "trainable: steps run here train all weights; leave it out": s.trainable not in (None, "all")
+        and not runs.adapters,
+        f"tp: adapters run here with 1, got {p.tp}": s.trainable not in (None, "all") and p.tp > 1,
         "offload: steps run here keep activations on the GPU; leave it out": s.offload is not None,
         "window: steps run here without sliding windows; leave it out": m.window > 0,
         f"kernel: expected {_either(runs.kernels)}, got {s.kernel}": s.kernel not in runs.kernels,

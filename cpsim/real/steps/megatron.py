@@ -2,9 +2,11 @@
 
 Settings are those of NVIDIA's recipes: sequence parallelism beside tensor parallelism, gradients summed into fp32
 buffers by the products themselves, sums and gathers beside the passes, fused SwiGLU, rotary positions and loss; tokens
-of experts go by all-to-alls to grouped products, every expert as many.
+of experts go by all-to-alls to grouped products, every expert as many. Adapters are made of Megatron-Core's linear
+layers, as NVIDIA's recipes make them: two of them read what a frozen one reads, and are added to what it makes.
 
 Reference: NVIDIA/Megatron-LM, megatron/training/training.py; Megatron-Core 0.16, Transformer Engine 2.13.
+NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/peft/lora_layers.py, utils.py (ParallelLinearAdapter).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from cpsim.case.scenario import LoraSection
 from cpsim.real.run.node import Node
 from cpsim.real.steps.cut import Cut
 
@@ -27,6 +30,13 @@ SENDS: Final = {"zigzag_ring": "p2p", "allgather": "all_gather", "ulysses": "a2a
 """Megatron's ``cp_comm_type`` by strategy."""
 RECIPES: Final = {"delayed": "delayed", "current": "tensorwise"}
 """Its ``fp8_recipe`` by the name of ours."""
+LINEARS: Final = {
+    "qkv": ("self_attention", "linear_qkv"),
+    "proj": ("self_attention", "linear_proj"),
+    "gate_up": ("mlp", "linear_fc1"),
+    "down": ("mlp", "linear_fc2"),
+}
+"""Where its layers have the linear layers that adapters stand beside, by our names."""
 _made = list[tuple[int, int, int]]()
 """Degrees of the process groups that stand: groups hold memory, so that they are kept from case to case."""
 
@@ -217,7 +227,50 @@ def _model(cut: Cut, config: Any) -> nn.Module:
         rotary_base=500_000,
         share_embeddings_and_output_weights=False,
     )
+    trainable = cut.scenario.trainable
+    if isinstance(trainable, LoraSection):
+        _adapt(model, config, trainable)
     return model
+
+
+def _adapt(model: Any, config: Any, lora: LoraSection) -> None:
+    """Freezes a model's weights and puts adapters beside linear layers."""
+    model.requires_grad_(False)
+    for block in model.decoder.layers:
+        for part, name in (LINEARS[one] for one in lora.modules or LINEARS):
+            owner = getattr(block, part)
+            setattr(owner, name, Adapted(getattr(owner, name), config, lora))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer of Megatron-Core with an adapter of low rank beside it."""
+
+    def __init__(self, frozen: nn.Module, config: Any, lora: LoraSection) -> None:
+        """
+        Args:
+            frozen: of one rank; one that normalizes its input first says what it made of it.
+            config: Megatron's.
+            lora: rank and dropout.
+        """
+        super().__init__()
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        outputs, inputs = frozen.weight.shape  # type: ignore[union-attr, misc]
+        make = partial(ColumnParallelLinear, config=config, init_method=nn.init.xavier_uniform_, bias=False)
+        self.frozen, self.drop = frozen, nn.Dropout(lora.dropout)
+        self.down, self.up = make(inputs, lora.lora), make(lora.lora, outputs)
+        self.scale = 1.0 / lora.lora
+        self.normalizes = hasattr(frozen, "layer_norm_weight")
+        if self.normalizes:
+            frozen.return_layernorm_output = True  # type: ignore[assignment]
+
+    def forward(self, inputs_TBC: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the frozen layer makes and the adapter adds; as Megatron-Core's layers, with a bias or None."""
+        made, bias = self.frozen(inputs_TBC)
+        made_TBD, read_TBC = made if self.normalizes else (made, inputs_TBC)
+        low_TBR, _ = self.down(self.drop(read_TBC))
+        added_TBD, _ = self.up(low_TBR)
+        return made_TBD + added_TBD * self.scale, bias
 
 
 def _sums() -> ModuleType:

@@ -92,8 +92,16 @@ def test_a_host_that_is_late_in_one_pass_catches_up_in_the_other() -> None:
     assert late.time_s / graphs.time_s <= one.time_s / prompt.time_s
 
 
-def test_frozen_layers_are_not_late_as_nobody_measured_their_hosts() -> None:
-    assert step(trainable={"lora": 16}).host_share == 0
+def test_adapters_take_hosts_what_was_measured_and_add_to_other_cuts() -> None:
+    def adapted(**changes: object) -> tuple[float, float]:
+        found = layer_seconds(HOST, "megatron fp8", replace(ALONE, **changes), adapters=True)
+        assert found
+        return found
+
+    assert adapted() == measured("megatron fp8 lora none")
+    more = measured("megatron fp8 tp none")[0] - measured("megatron fp8 none")[0]
+    assert adapted(tp=2)[0] == pytest.approx(adapted()[0] + more)
+    assert step(trainable={"lora": 16}).host_share > 0.5
 
 
 def test_other_frameworks_have_no_graphs() -> None:

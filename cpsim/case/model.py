@@ -225,6 +225,15 @@ class Model:
         """(input, output) elements of a routed expert's linear layers on each of `tp` ranks."""
         return {"gate_up": (self.hidden, (1 + self.gated) * self.inner // tp), "down": (self.inner // tp, self.hidden)}
 
+    def weight_shapes(self, tp: int) -> set[tuple[int, int]]:
+        """(input, output) elements of all linear layers of layers on each of `tp` ranks, alike ones once."""
+        found = {shape for _, model in self.kinds for shape in model.linears(tp).values()}
+        if self.experts:
+            found |= set(self.expert(tp).values())
+        if self.dense_layers:
+            found |= {(self.hidden, (1 + self.gated) * self.ffn // tp), (self.ffn // tp, self.hidden)}
+        return found
+
     def products(self) -> int:
         """Multiplications of one token in the matrix products of a layer, forward: FLOP are twice as many. Of a state,
         what a token adds to it, reads of it, and what the delta rule takes from it."""

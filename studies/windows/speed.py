@@ -38,7 +38,7 @@ def python_power() -> tuple[int, float, float]:
         (float(np.log(np.median(p["samples_s"]))), float(np.mean(phases[m.source])))
         for m in files
         for p in m.of("host")
-        if p["kind"] == PYTHON
+        if p["kind"] == PYTHON and m.source in phases
     ]
     loop, launches = np.array(both).T
     (power, _), variances = np.polyfit(loop, launches, 1, cov=True)

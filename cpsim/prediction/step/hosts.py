@@ -3,7 +3,7 @@
 Between the kernels of a layer PyTorch runs hooks of FSDP, dispatches DTensors, checks the guards of compiled code and
 walks autograd's graph, and Transformer Engine and Megatron-Core run their own Python around every product, so that a
 layer takes its host several times what its launches alone would. It was measured by framework, by how a step is cut, by
-what it computes again and by the experts of a rank (`cpsim.real.measure.step_host`).
+what it computes again, with adapters and by the experts of a rank (`cpsim.real.measure.step_host`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MEASURED_WITH: Final = {"cp": ("fsdp", "ddp")}
 """What a cut was measured with, and not alone."""
 
 
-def layer_seconds(host: HostParams, code: str, parallel: Parallel, experts: int = 0) -> tuple[float, float] | None:
+def layer_seconds(
+    host: HostParams, code: str, parallel: Parallel, experts: int = 0, *, adapters: bool = False
+) -> tuple[float, float] | None:
     """Seconds in which a host launches a layer forward and backward.
 
     Ways to cut a step that were not measured together add what each adds alone. Where attention is a CUDA graph, what
@@ -33,11 +35,12 @@ def layer_seconds(host: HostParams, code: str, parallel: Parallel, experts: int 
         code: framework and how layers run, as in ``torch compiled``.
         parallel: how the step is cut.
         experts: of a rank and layer; 0: the layer is dense.
+        adapters: whether the layer is frozen, with low-rank adapters beside it.
 
     Returns:
         None where nothing like it was measured.
     """
-    layer = _Layer.of(host, code, parallel)
+    layer = _Layer.of(host, code, parallel, adapters)
     forward, backward = (layer.seconds(name) for name in PASSES)
     if not (forward and backward):
         return None
@@ -49,14 +52,14 @@ def layer_seconds(host: HostParams, code: str, parallel: Parallel, experts: int 
     return forward, backward
 
 
-def update_seconds(host: HostParams, code: str, parallel: Parallel) -> float:
+def update_seconds(host: HostParams, code: str, parallel: Parallel, *, adapters: bool = False) -> float:
     """Seconds in which a host launches the optimizer's update of a layer; 0 where that was not measured."""
-    layer = _Layer.of(host, code, parallel)
+    layer = _Layer.of(host, code, parallel, adapters)
     return layer.seconds("update") or layer.measured((), "none", "update") or 0.0
 
 
-def _cuts(parallel: Parallel) -> Iterator[str]:
-    """How a step is cut, in words of measurements."""
+def _cuts(parallel: Parallel, adapters: bool) -> Iterator[str]:
+    """How a step is cut, and whether it has adapters, in words of measurements."""
     if parallel.sharding == "fsdp":
         yield "fsdp"
     elif parallel.replicas > 1 and parallel.tp == 1:
@@ -65,6 +68,8 @@ def _cuts(parallel: Parallel) -> Iterator[str]:
         yield "tp"
     if parallel.cp > 1:
         yield "cp"
+    if adapters:
+        yield "lora"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,8 @@ class _Layer:
     recompute: str
 
     @classmethod
-    def of(cls, host: HostParams, code: str, parallel: Parallel) -> _Layer:
-        return cls(host, code, tuple(_cuts(parallel)), parallel.recompute)
+    def of(cls, host: HostParams, code: str, parallel: Parallel, adapters: bool) -> _Layer:
+        return cls(host, code, tuple(_cuts(parallel, adapters)), parallel.recompute)
 
     def measured(self, cuts: tuple[str, ...], recompute: str, name: str, experts: str = "") -> float | None:
         code = f"{self.code.split()[0]} eager {experts}" if experts else self.code

@@ -214,8 +214,21 @@ class StepModel:
         order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
         fixed = held.weight * (mine + beside) + copies, summed * learns, held.states * states * cut.optimizer
         found = stage_memory(chunks, order, fixed)
-        always = workspaces(self.cluster.gpu, engine=self.framework.engine)
+        always = workspaces(self.cluster.gpu, engine=self.framework.engine) + self._stand_ins(stage)
         return replace(found, working=found.working + always, communicators=communicators(cut), context=CONTEXT)
+
+    def _stand_ins(self, stage: int) -> int:
+        """Bytes of what Transformer Engine gives autograd in place of gradients that products have added to those in
+        fp32 already: one tensor for all weights of a shape, which stays.
+
+        Source: Transformer Engine 2.3, pytorch/module/base.py (get_dummy_wgrad); Megatron-Core 0.16,
+        tensor_parallel/layers.py.
+        """
+        if not self.framework.engine or self.framework.lora:
+            return 0
+        tp, is_last = self.parallel.tp, stage == self.parallel.pp - 1
+        last = {(self.model.hidden, self.model.vocab // tp)} if is_last else set()
+        return BF16 * sum(inner * outer for inner, outer in self.model.weight_shapes(tp) | last)
 
     def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:
         """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""
@@ -576,7 +589,8 @@ class StepModel:
             for stream, name in names.items()
         }
         experts = -(-self.model.experts // self.parallel.ep)
-        whole = layer_seconds(host, self._host_code, self.parallel, experts) if alone else None
+        adapters = self.framework.lora is not None
+        whole = layer_seconds(host, self._host_code, self.parallel, experts, adapters=adapters) if alone else None
         if whole is None:
             return alone
         make = self._programs(tokens, -1)
@@ -585,10 +599,8 @@ class StepModel:
 
     @property
     def _hosts_count(self) -> bool:
-        """Whether hosts may be late: of layers in CUDA graphs they are not, and of those of Transformer Engine with
-        frozen weights nobody has measured them."""
-        graphs, unknown = self.parallel.cuda_graphs == "layers", self.framework.lora and self.framework.engine
-        return bool(self.framework.launches) and not (graphs or unknown)
+        """Whether hosts may be late: of layers in CUDA graphs they are not."""
+        return bool(self.framework.launches) and self.parallel.cuda_graphs != "layers"
 
     @property
     def _host_code(self) -> str:
@@ -649,7 +661,8 @@ class StepModel:
         if self.kinds:
             return sum(share * one._host_seconds(tokens) for share, one in self.kinds)
         layers = self.layers[0]
-        update = update_seconds(self.costs.profile.host, self._host_code, self.parallel) * self.parallel.optimizer
+        host, adapters = self.costs.profile.host, self.framework.lora is not None
+        update = update_seconds(host, self._host_code, self.parallel, adapters=adapters) * self.parallel.optimizer
         return self.parallel.microbatches * self._launched_seconds(tokens, 0) + layers * update
 
     def _ahead(self, end: float, pipeline: Pipeline, update: Floats) -> Floats:

@@ -60,6 +60,7 @@ class MegatronStep:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         _groups(cut)
+        _forget_stand_ins()
         self.cut, config = cut, _config(cut)
         is_parted = cut.parallel.sharding == "zero1"
         self.inner = _model(cut, config).to(node.device)
@@ -126,6 +127,13 @@ class MegatronStep:
 
 
 make = MegatronStep
+
+
+def _forget_stand_ins() -> None:
+    """Transformer Engine keeps a gradient that nobody reads for every shape of weights: those of earlier cases go."""
+    from transformer_engine.pytorch.module import base
+
+    base._dummy_wgrads.clear()
 
 
 def _forward(batches: Iterator[tuple[Tensor, ...]], model: Callable[..., Tensor]) -> tuple[Tensor, Callable[..., Any]]:

@@ -65,16 +65,16 @@ def _run(pass_: str, call: Call, given: Mapping[str, Tensor], stats: Tensor) -> 
 
 
 @lru_cache
-def _handle(device: int) -> int:
+def _handle(device: int) -> Any:
     import cudnn
 
     with torch.cuda.device(device):
-        return int(cudnn.create_handle())
+        return cudnn.create_handle()  # a number, or an object from cudnn-frontend 1.30 on
 
 
 @lru_cache(maxsize=256)
 def _built(
-    pass_: str, layouts: tuple[tuple[str, Layout], ...], window: tuple[int, int], dtype: torch.dtype, handle: int
+    pass_: str, layouts: tuple[tuple[str, Layout], ...], window: tuple[int, int], dtype: torch.dtype, handle: Any
 ) -> _Built:
     graph, places = described(pass_, dict(layouts), window, dtype, handle)
     graph.validate()
@@ -92,7 +92,7 @@ def _plan(graph: Any) -> None:
 
 
 def described(
-    pass_: str, layouts: Mapping[str, Layout], window: tuple[int, int], dtype: torch.dtype, handle: int
+    pass_: str, layouts: Mapping[str, Layout], window: tuple[int, int], dtype: torch.dtype, handle: Any
 ) -> tuple[Any, dict[str, Any]]:
     """A graph of one pass, and its tensors by name.
 

@@ -16,7 +16,7 @@ PRECISIONS: Final = {"bf16": "bf16", "fp8": {"fp8": "current"}, "mxfp8": {"fp8":
 OTHERS: Final = {
     "deepseekv3": "layers that do not divide among stages",
     "deepseekv4": "attention to chosen keys",
-    "nemotron": "state-space layers",
+    "nemotron": "experts on latents",
     "qwen3": "tokens that are dropped",
 }
 """What no scenario says, by the beginning of a model's name."""
@@ -28,6 +28,7 @@ ROUTED: Final[Mapping[str, Any]] = {
     "DeepSeekV3": DEEPSEEK_V3,
     "DeepSeekV3 (w/ MTP)": DEEPSEEK_V3,
     "Kimi_K2": "kimi-k2",
+    "Nemotron_3_Nano": "nemotron-3-nano-30b-a3b",
 }
 PROFILES: Final = {"B200": "b200", "GB200": "gb200", "GB300": "gb300"}
 """Others are their cluster's, or derived."""
@@ -212,6 +213,9 @@ kernel and exchanges that overlap (fp8_dot_product_attention, cutedsl_fused_grou
 ONCE: Final = {
     ("DeepSeekV3", "DGX-GB200"): ("25", "99"),
     ("Kimi_K2", "DGX-GB300"): ("25", "99"),
+    ("Nemotron_3_Nano", "DGX-B200"): ("25", "99"),
+    ("Nemotron_3_Nano", "DGX-GB200"): ("25", "99"),
+    ("Nemotron_3_Nano", "DGX-GB300"): ("25", "99"),
     ("GPT OSS 120B", "DGX-B300"): ("26.04", "99"),
     ("GPT OSS 120B", "DGX-GB200"): ("26.04", "26.04.01"),
     ("Qwen3_30B_a3B", "DGX-B200"): ("25", "99"),

@@ -39,10 +39,6 @@ LATE_HOSTS = (
 COUNTED = (
     "what Megatron does with gradients around its passes is counted since, and errors that had cancelled no longer do"
 )
-FAST_HOSTS = (
-    "hosts of SimuMax's B200 launch layers with tp 8 faster than those measured here: three rows are 41 to 49 % slow, "
-    "the others 3 % off on average"
-)
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
 SHORT_GRIDS = "rows of 32,768 tokens, a sixth of those of 131,072, are predicted at less than half: open"
 ONE_OF_A_KIND = "the one RoCE cluster with small sizes, left out, and two A3 High that differ by 1.4 from each other"

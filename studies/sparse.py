@@ -27,7 +27,8 @@ from cpsim.models.sparse import DATA, UNMEASURED_SIGMA, WORK, Call, Rates, work
 from cpsim.prediction.predict import predict
 from cpsim.runtime.files import write
 
-POINTS: Final = (Path(__file__).parent.parent / "data" / "points" / "h200" / "h200-sparse.jsonl",)
+FOLDER: Final = Path(__file__).parent.parent / "data" / "points" / "h200"
+POINTS: Final = (FOLDER / "h200-sparse.jsonl", FOLDER / "h200x1-nsa.jsonl")
 PAGE: Final = Path(__file__).parent.parent / "docs" / "sparse-attention.md"
 LEAST_SIGMA: Final = 0.1
 """Points vary in their length and little else."""

@@ -9,9 +9,9 @@ random, on one GPU; those of one-h200-5 of any number of tokens), ranks-1.jsonl,
 to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), windows-h100.jsonl and windows-h200.jsonl
 (other people's code on two GPUs, iterations back to back and apart), plain-h100.jsonl and plain-h200.jsonl (the same of
 flash-attn and PyTorch on one GPU), compiled-h100.jsonl and compiled-h200.jsonl (eight of these under torch.compile),
-one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs), newer-1-* and newer-2-*
-(strategies and masks that the first sets lack, on one and two GPUs) and the folders four (one
-run on four H100 of one host, also as 2 x 2 nodes, with layers of DistCA and other people's code in windows) and eight
+one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs), newer-1-*, newer-2-* and
+newer-ranks (strategies and masks that the first sets lack, on one and two GPUs, and single ranks of them) and the
+folders four (one run on four H100 of one host, also as 2 x 2 nodes, with layers of DistCA and other people's code in windows) and eight
 (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python data/cases/cases.py
@@ -408,6 +408,28 @@ def newer(cluster: str, seed: int) -> Iterator[Case]:
         yield from each(case, (ULYSSES, {"strategy": "zigzag_ring"}))
 
 
+def newer_ranks(cluster: str, seed: int) -> Iterator[Case]:
+    """The same strategies on 4 to 16 GPUs, of which single ranks are measured."""
+    rng = np.random.default_rng(seed)
+    ways: tuple[tuple[Case, Case], ...] = (
+        ({"strategy": "mesh", "knobs": {"keys": 1}}, {}),
+        ({"strategy": "mesh", "knobs": {"keys": 2}}, {}),
+        ({"strategy": "mesh", "knobs": {"keys": 4, "keys_backward": 2}}, {}),
+        ({"strategy": "zigzag_ring", "knobs": {"backward": "queries"}}, {}),
+        ({"strategy": "ulysses", "knobs": {"head_chunks": 2}}, {"heads": "64:32"}),
+        ({"strategy": "ring"}, {"pass": "fwd", "share": 0.6}),
+        ({"strategy": "mesh", "knobs": {"keys": 1}}, {"pass": "fwd", "share": 0.6}),
+        ({"strategy": "allgather"}, {"mask": {"name": "causal_sliding_window", "window": 2048}}),
+    )
+    for (way, more), gpus in product(ways, (4, 8, 16)):
+        tokens, heads = size_and_heads(rng, 13.5)
+        kernel = str(rng.choice(("fa2", "sdpa_flash") if "mask" not in more else ("fa2",)))
+        given = dict(more)
+        cached = {"cached": int(given.pop("share") * gpus * tokens // 512 * 512)} if "share" in given else {}
+        asked = problem(gpus, tokens, given.pop("mask", "causal"), given.pop("heads", heads), kernel=kernel, **given)
+        yield {**way, **asked, **cached, "cluster": cluster, "protocol": "streamed"}
+
+
 def newer_calls(cluster: str, seed: int) -> Iterator[Case]:
     """The same masks and sizes of heads on one GPU."""
     rng = np.random.default_rng(seed)
@@ -674,6 +696,7 @@ def files() -> dict[Path, str]:
         FOLDER / "one-ring-h200.jsonl": text(rings_of_one("h200-4")),
         FOLDER / "newer-1-h100.jsonl": text(newer_calls("dgx-h100", 52)),
         FOLDER / "newer-1-h200.jsonl": text(newer_calls("h200-4", 52)),
+        FOLDER / "newer-ranks.jsonl": text(in_turn(list(newer_ranks("dgx-h200", 53)), 53)),
         FOLDER / "newer-2-h100.jsonl": text(in_turn(list(newer("dgx-h100", 51)), 51)),
         FOLDER / "newer-2-h200.jsonl": text(in_turn(list(newer("h200-4", 51)), 51)),
         FOLDER / "ranks-1.jsonl": text(single_ranks(26)),

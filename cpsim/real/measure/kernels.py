@@ -37,7 +37,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -88,6 +88,7 @@ MEMORY_LENGTHS = (1024, 4096, 16384, 65536)
 """Tokens of full calls of 64:8 heads whose peak memory is measured."""
 BUSY_SHARES = (0.95, 0.87, 0.79, 0.7, 0.6)
 """Shares of the time that a kernel runs, where it pauses between two calls."""
+CURVE_S, CURVE_FLOPS = 1.6, 3e11
 SUSTAINED, SUSTAINED_S = ("fa4", "fa2", "cudnn", "sdpa_flash"), 4.5
 """Kernels that are run for so long from idle: the limiter of power looks at a second or so."""
 SETTLED_S = 0.4
@@ -563,17 +564,20 @@ def measure_host(bench: Bench, kernels: list[str]) -> None:
         bench.point("host", partial(measure, op), kind=kind)
 
 
-def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, seconds: float) -> None:
+LONG: Final = Shape(
+    family="sustained",
+    num_heads=32,
+    num_kv_heads=8,
+    causal=True,
+    varlen=False,
+    q_lens=(16384,),
+    k_lens=(16384,),
+)
+"""What usually stands for all shapes."""
+
+
+def measure_sustained(bench: Bench, kernel: str, shape: Shape, which: str, seconds: float) -> None:
     """One kernel from idle through seconds of load: mean duration and SM clock in each 50 ms."""
-    shape = Shape(
-        family="sustained",
-        num_heads=32,
-        num_kv_heads=8,
-        causal=True,
-        varlen=False,
-        q_lens=(num_tokens,),
-        k_lens=(num_tokens,),
-    )
     op = both_passes(kernel, shape, bench.device)[which]
     op()
     per_op = min(time_ops(op, 3, bench.device))
@@ -605,7 +609,10 @@ def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, se
         times_s=times,
         clocks=clocks,
     )
-    print(f"sustained {kernel} {which} {num_tokens}: first {samples[0]:.6f} s, last {samples[-1]:.6f} s,", clocks[-1:])
+    print(
+        f"sustained {kernel} {which} {shape.q_lens[0]}: first {samples[0]:.6f} s, last {samples[-1]:.6f} s,",
+        clocks[-1:],
+    )
 
 
 def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: list[tuple[str, Shape]]) -> None:
@@ -620,7 +627,7 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
     measure_elementwise(bench, rng, 12 if bench.cuda else 2)
     if bench.cuda:
         for kernel, which in itertools.product([k for k in kernels if k in SUSTAINED], ("fwd", "bwd")):
-            measure_sustained(bench, kernel, 16384, which, SUSTAINED_S)
+            measure_sustained(bench, kernel, LONG, which, SUSTAINED_S)
     for kernel, shape in shapes:
         if (kernel, shape.head_dim) in right and time.monotonic() < deadline:
             measure_attention(bench, kernel, shape)
@@ -638,6 +645,19 @@ def run_listed(bench: Bench, shapes: list[tuple[str, Shape]], deadline: float) -
             right[kind] = check(bench, kernel, [small(shape)])
         if right[kind] and time.monotonic() < deadline:
             measure_attention(bench, kernel, shape)
+
+
+def run_sustained(bench: Bench, kernels: list[str], seed: int, deadline: float) -> None:
+    """Random calls of one sequence that last for half a millisecond and more, each kept up for `CURVE_S`."""
+    kernels, rng = those_right(bench, kernels), np.random.default_rng(seed)
+    while time.monotonic() < deadline:
+        for kernel in kernels:
+            limit = float(np.exp(rng.uniform(np.log(CURVE_FLOPS), np.log(20 * CURVE_FLOPS))))
+            shape = draw(rng, limit, dense_only=True)
+            while shape.flops() < limit / 2:
+                shape = draw(rng, limit, dense_only=True)
+            for which in ("fwd", "bwd"):
+                measure_sustained(bench, kernel, replace(shape, family="sustained"), which, CURVE_S)
 
 
 def small(shape: Shape) -> Shape:
@@ -785,6 +805,9 @@ def options() -> argparse.Namespace:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--rested", action="store_true", help="attention at the full clock, and nothing else")
     modes.add_argument("--masked", action="store_true", help="kernels of any mask, and nothing else")
+    modes.add_argument(
+        "--sustained", action="store_true", help="random calls through seconds of load, and nothing else"
+    )
     modes.add_argument("--memory", action="store_true", help="peak memory of calls, and nothing else")
     modes.add_argument("--listed", action="store_true", help="the calls of --shapes, and nothing else")
     modes.add_argument("--families", default="", help="only random calls of these, such as equal,heavy_tail")
@@ -799,7 +822,7 @@ def options() -> argparse.Namespace:
     idle = {
         "--masks": args.masks and not args.masked,
         "--shares": args.shares and not args.masked,
-        "--head-dim": other_dim and (args.rested or args.memory or args.listed),
+        "--head-dim": other_dim and (args.rested or args.memory or args.listed or args.sustained),
         "--listed": args.listed and not args.shapes,
         "--shapes": args.shapes and not args.masked and (args.rested or args.memory or args.families or other_dim),
     }
@@ -819,6 +842,8 @@ def measure(bench: Bench, kernels: list[str], args: argparse.Namespace, started:
         run_rested(bench, kernels, args.seed, deadline)
     elif args.masked:
         run_masks(bench, kernels, args, started)
+    elif args.sustained:
+        run_sustained(bench, kernels, args.seed, deadline)
     elif args.memory:
         run_memory(bench, kernels)
     elif args.head_dim != HEAD_DIM or args.families:

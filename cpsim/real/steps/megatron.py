@@ -263,7 +263,7 @@ class Adapted(nn.Module):
         super().__init__()
         from megatron.core.tensor_parallel import ColumnParallelLinear
 
-        outputs, inputs = frozen.weight.shape  # type: ignore[union-attr, misc]
+        outputs, inputs = frozen.weight.shape  # type: ignore[misc]
         make = partial(ColumnParallelLinear, config=config, init_method=nn.init.xavier_uniform_, bias=False)
         self.frozen, self.drop = frozen, nn.Dropout(lora.dropout)
         self.down, self.up = make(inputs, lora.lora), make(lora.lora, outputs)

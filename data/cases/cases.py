@@ -11,8 +11,8 @@ to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), win
 flash-attn and PyTorch on one GPU), compiled-h100.jsonl and compiled-h200.jsonl (eight of these under torch.compile),
 one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs), newer-1-*, newer-2-* and
 newer-ranks (strategies and masks that the first sets lack, on one and two GPUs, and single ranks of them) and the
-folders four (one run on four H100 of one host, also as 2 x 2 nodes, with layers of DistCA and other people's code in windows) and eight
-(one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+folders four (one run on four H100 of one host, also as 2 x 2 nodes, with layers of DistCA and other people's code in
+windows) and eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python data/cases/cases.py
 

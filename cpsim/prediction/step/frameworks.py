@@ -575,10 +575,24 @@ def embedded(s: Sizes) -> LayerCode:
 
 
 def megatron_last(s: Sizes, _compiled: bool, _chunks: int = 1) -> LayerCode:
-    """Norm, logits of this rank's words, vocabulary-parallel cross entropy in fp32."""
+    """Norm, logits of this rank's words, and vocabulary-parallel cross entropy in fp32 by five compiled kernels.
+
+    The first casts logits and finds the largest; the second takes that away in place and makes exponentials and their
+    sums; the third divides these. Backward one takes 1 away where the target is, in a copy, and one scales that and
+    casts it. Whoever calls the loss still holds the logits.
+
+    Source: Megatron-Core 0.16, fusions/fused_cross_entropy.py (cross_entropy_fusion_impl native) and
+    tensor_parallel/cross_entropy.py.
+    """
     many, hidden, logits = s.tp > 1, s.tokens // s.tp * s.model.hidden, s.tokens * s.words
-    shared = (Node(Collective("all_reduce", FP32 * s.tokens), ("losses",), {"loss": FP32 * s.tokens}, "comm"),) * 3
     every = " all" if many else ""
+
+    def kernel(each: int, *reads: str, **makes: int) -> Node:
+        return Node(ElementwisePass("copy", each * logits), reads, named(makes))
+
+    def of_all(name: str, nbytes: int) -> Nodes:
+        return (Node(Collective("all_reduce", nbytes), (name,), {f"{name} all": nbytes}, "comm"),) if many else ()
+
     return LayerCode(
         forward=(
             node("rms_norm", hidden, "x", z=s.shard),
@@ -586,18 +600,22 @@ def megatron_last(s: Sizes, _compiled: bool, _chunks: int = 1) -> LayerCode:
             Node(
                 Gemm("forward", s.tokens, s.words, s.model.hidden), ("z" + every, "weights"), {"logits": BF16 * logits}
             ),
-            node("cross_entropy", logits, "logits", logits_fp32=FP32 * logits, losses=FP32 * s.tokens),
-            *(shared if many else ()),
+            kernel(BF16 + FP32, "logits", logits_fp32=FP32 * logits, largest=FP32 * s.tokens),
+            *of_all("largest", FP32 * s.tokens),
+            kernel(4 * FP32, "logits", "logits fp32", exps=FP32 * logits, sums=2 * FP32 * s.tokens),
+            *of_all("sums", 2 * FP32 * s.tokens),
+            kernel(2 * FP32, "logits", "logits fp32", "exps", "sums" + every, losses=FP32 * s.tokens),
         ),
         backward=(
-            node("cross_entropy_bwd", logits, "logits fp32", dlogits=BF16 * logits),
+            kernel(2 * FP32, "exps", targets_off=FP32 * logits),
+            kernel(2 * FP32 + BF16, "exps", "targets off", dlogits=BF16 * logits),
             *(gathered(s, "z", "z again") if many else ()),
             Node(Gemm("dgrad", s.tokens, s.model.hidden, s.words), ("dlogits", "weights"), {"dz" + every: s.whole}),
             *(scattered(s, "dz all", "dz") if many else ()),
             Node(Gemm("wgrad", s.words, s.model.hidden, s.tokens), ("dlogits", "z again" if many else "z")),
             node("rms_norm_bwd", hidden, "dz", "x", dx=s.shard),
         ),
-        kept=frozenset({"z", "logits fp32"}),
+        kept=frozenset({"z", "exps"}),
     )
 
 

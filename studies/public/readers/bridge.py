@@ -237,6 +237,7 @@ def _recipe(line: Line) -> Recipe:
     return Recipe(
         fused=fused,
         biased=line["model"] == "GPT OSS 120B",
+        native_loss=line["model"] == "Nemotron_3_Nano",
         again=_again(line, fused),
     )
 

@@ -44,7 +44,8 @@ def backward(
     grads = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     names = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
     given = {name: batched(x, call) for name, x in zip(names, (q, k, v, out, dout, *grads), strict=True)}
-    stats = lse.unflatten(1, (len(call.q_lens), -1)).transpose(0, 1).contiguous()[..., None]
+    stats = lse.unflatten(1, (len(call.q_lens), -1)).transpose(0, 1)[..., None]
+    stats = stats.reshape(-1).view(stats.shape)  # packed to cuDNN, also where there is one sequence
     _run("bwd", call, given, stats)
     return grads
 

@@ -127,6 +127,7 @@ def parallel_of(
         ep_overlap=bool(given.ep_overlap),
         dispatcher=given.dispatcher or "alltoall",
         cuda_graphs=given.cuda_graphs or "none",
+        mlp_chunks=given.mlp_chunks or 1,
     )
 
 

@@ -83,12 +83,16 @@ class ParallelSection(BaseModel):
     """How tokens reach their experts; None is by an all-to-all."""
     cuda_graphs: CudaGraphs | None = None
     """What hosts launch as CUDA graphs; None is nothing."""
+    mlp_chunks: Degree | None = None
+    """Chunks in which the MLP runs; None is one."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields that say nothing: these words are the seed of a prediction's draws."""
         later = list(type(self).model_fields)
         later = later[later.index("virtual_pp") :]
-        return [(name, value) for name, value in super().__repr_args__() if name not in later or value is not None]
+        silent = {"mlp_chunks": (None, 1)}
+        said = super().__repr_args__()
+        return [(name, value) for name, value in said if name not in later or value not in silent.get(name, (None,))]
 
     @field_validator("layout", mode="before")
     @classmethod

@@ -149,6 +149,8 @@ def _caveats(s: Settings) -> tuple[str, ...]:
         caveats.append(f"no vocab_size, so that {VOCAB:,} words are taken")
     if maybe := [one for one in s.values.get(MAYBE, []) if any(said.split(" ")[0] == one for said in s.said)]:
         caveats.append(f"{', '.join(maybe)} in a branch that is taken to run")
+    if (s.number("mlp_chunks_for_training") or 1) > 1:
+        caveats.append("an MLP in chunks, whose activations are all kept, so that it needs no less memory")
     if s.flag("qk_layernorm"):
         caveats.append("norms of queries and keys")
     gates = ("swiglu", "gated_linear_unit", "quick_geglu", "activation_func", "activation")

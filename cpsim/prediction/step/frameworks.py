@@ -161,8 +161,9 @@ class Framework:
     joins: Callable[[LayerCode], LayerCode] = field(default=lambda code: code)
     """A layer with copies of what tensor-parallel ranks exchange, where there are some."""
     pipelines: bool = False
-    offloads: bool = False
-    """Whether activations may wait in the host's memory; see ``cpsim.prediction.step.offload``."""
+    offloads: Recompute | None = None
+    """What it computes again where activations wait in the host's memory; None: they cannot. See
+    ``cpsim.prediction.step.offload``."""
     graphs: bool = False
     """Whether its layers may be launched as CUDA graphs."""
     engine: bool = False
@@ -184,6 +185,8 @@ class Framework:
     """The same where documents of a sequence do not see each other; none: they always do."""
     parts_loss: bool = False
     """Whether it computes logits and loss in parts."""
+    tiles_mlp: bool = False
+    """Whether its MLP may run in chunks of the tokens; see ``cpsim.prediction.step.tiles``."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
     """Names of host measurements by stream, of layers that are compiled and of those that are not; empty: hosts are
     never late."""
@@ -269,6 +272,7 @@ class Framework:
         if parallel.cuda_graphs != "none" and not self.graphs:
             known = ", ".join(one.name for one in FRAMEWORKS.values() if one.graphs)
             raise InfeasibleError(f"cuda_graphs: expected framework {known}, got {self.name}; leave it out")
+        self._check_chunks(parallel, compiled)
         asked = {"ep_overlap": parallel.ep_overlap, "dispatcher": parallel.dispatcher != "alltoall"}
         for name in (name for name, is_asked in asked.items() if is_asked and not (self.experts and parallel.ep > 1)):
             raise InfeasibleError(
@@ -284,6 +288,28 @@ class Framework:
             )
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
+
+    def _check_chunks(self, parallel: Parallel, compiled: bool) -> None:
+        """Whether its MLP can run in chunks."""
+        chunks = parallel.mlp_chunks
+        if chunks == 1:
+            return
+        if not self.tiles_mlp or self.lora:
+            known = ", ".join(one.name for one in FRAMEWORKS.values() if one.tiles_mlp)
+            own = " with adapters" if self.lora else ""
+            raise InfeasibleError(
+                f"mlp_chunks: expected framework {known} with all weights trained, got {self.name}{own} and {chunks} "
+                "chunks; leave it out"
+            )
+        if compiled:
+            raise InfeasibleError(
+                f"mlp_chunks: {chunks} chunks run backward within a backward pass, which is not compiled; use compile: "
+                "false"
+            )
+        if parallel.tp > 1:
+            raise InfeasibleError(
+                f"mlp_chunks: chunks are predicted without tensor parallelism, got tp = {parallel.tp}"
+            )
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -640,7 +666,7 @@ MEGATRON: Final = Framework(
     offers=TRANSFORMER_ENGINE,
     kernels=("cudnn", "fa3", "fa2"),
     kernels_apart=("cudnn", "fa3", "fa2"),
-    offloads=True,
+    offloads="none",
     engine=True,
     experts=True,
     graphs=True,
@@ -1003,6 +1029,8 @@ HUGGING_FACE: Final = replace(
     kept={"full": frozenset()},
     overlap=None,
     recipes={},
+    tiles_mlp=True,
+    offloads="full",
 )
 DEFAULT: Final = "megatron"
 FRAMEWORKS: Final = {one.name: one for one in (MEGATRON, TORCH, TORCHTITAN, HUGGING_FACE)}

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from cpsim.case.sparse import Sparse, read_sparse
 from cpsim.errors import nearest
 
 
@@ -140,6 +141,28 @@ class Model:
     """Layers that attend all the same."""
     bare_layers: int = 0
     """Layers with a state that have no MLP."""
+    sparse: Sparse | None = None
+    """How queries of every layer choose their keys; None: they see all."""
+
+    @property
+    def absorbed(self) -> bool:
+        """Whether queries attend to latents themselves, into which what would expand them is multiplied.
+
+        Reference: DeepSeek-V3.2 (2512.02556), section 2.1 and appendix A (DSA in the MQA mode of MLA).
+        """
+        return self.sparse is not None and self.sparse.latent
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements of a latent of keys and values with what all heads share."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def kernel_shape(self) -> tuple[int, int, int, int]:
+        """Heads, key-value heads, and elements of a head of keys and of values, as attention's kernel sees them."""
+        if self.absorbed:
+            return self.heads, 1, self.latent_dim, self.kv_rank
+        return self.heads, self.kv_heads, self.head_dim, self.values
 
     @property
     def bare(self) -> bool:
@@ -175,6 +198,8 @@ class Model:
         """Elements of a token's queries, keys and values on each of `tp` ranks."""
         if self.recurrent:
             return self.recurrent.channels // tp
+        if self.absorbed:
+            return (self.heads // tp + 1) * self.latent_dim
         return (self.heads * self.head_dim + self.kv_heads * (self.head_dim + self.values)) // tp
 
     @property
@@ -215,10 +240,25 @@ class Model:
         down = {"q_down": (self.hidden, self.q_rank)} if self.q_rank else {}
         of_head = self.head_dim - self.rope_dim + self.values
         return {
+            **self.indexer(),
             **down,
             "q_up": (self.q_rank or self.hidden, self.heads * self.head_dim // tp),
             "kv_down": (self.hidden, self.kv_rank + self.rope_dim),
             "kv_up": (self.kv_rank, self.heads * of_head // tp),
+        }
+
+    def indexer(self) -> dict[str, tuple[int, int]]:
+        """(input, output) elements of the linear layers that choose keys, which no rank cuts: of its queries, of its
+        key, and of weights of its heads.
+
+        Reference: DeepSeek-V3.2 (2512.02556), equation 1; deepseek-ai/DeepSeek-V3.2-Exp, inference/model.py (Indexer).
+        """
+        if self.sparse is None or not self.absorbed:
+            return {}
+        return {
+            "index_q": (self.q_rank or self.hidden, self.sparse.index_heads * self.sparse.index_dim),
+            "index_k": (self.hidden, self.sparse.index_dim),
+            "index_w": (self.hidden, self.sparse.index_heads),
         }
 
     def expert(self, tp: int) -> dict[str, tuple[int, int]]:
@@ -313,8 +353,9 @@ class Published:
 
 def model_from(fields: Mapping[str, Any]) -> Model:
     """A model of the fields of a file."""
-    state = fields.get("recurrent")
-    return Model(**{**fields, "recurrent": Recurrent(**state) if state else None})
+    state, sparse = fields.get("recurrent"), fields.get("sparse")
+    given = {"recurrent": Recurrent(**state) if state else None, "sparse": read_sparse(sparse) if sparse else None}
+    return Model(**{**fields, **given})
 
 
 def _published() -> dict[str, Published]:

@@ -172,13 +172,20 @@ class ModelSection(BaseModel):
     recurrent: RecurrentSection | None = None
     attention_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
     bare_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    sparse: str | Mapping[str, Any] | None = None
+    """How queries choose their keys, as the scenario's own field."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields where they say nothing: these words are the seed of a prediction's draws."""
         later = {"window", "window_pattern", "kv_rank", "q_rank", "rope_dim", "value_dim", "dense_layers"}
-        later |= {"recurrent", "attention_layers", "bare_layers"}
+        later |= {"recurrent", "attention_layers", "bare_layers", "sparse"}
         said = [(name, value) for name, value in super().__repr_args__() if name not in later or value]
         return [(name, value) for name, value in said if name != "gated" or value is False]
+
+    @field_validator("sparse", mode="before")
+    @classmethod
+    def _read_sparse(cls, value: object) -> object:
+        return None if value is None else written(read_sparse(value))
 
     @model_validator(mode="after")
     def _recurs(self) -> Self:
@@ -453,10 +460,6 @@ class Scenario(BaseModel):
         if (self.tokens is None) == (self.tokens_per_gpu is None):
             got = "neither" if self.tokens is None else "both"
             raise ValueError(f"tokens: expected either tokens or tokens_per_gpu, got {got}")
-        if self.sparse is not None and self.model is not None:
-            raise ValueError(
-                "sparse: belongs to attention alone; steps and layers have none yet: leave it or model out"
-            )
         total = self.num_tokens
         if total > MAX_TOKENS:
             raise ValueError(
@@ -508,6 +511,7 @@ class Scenario(BaseModel):
         for name in ("context", "parallel", "framework", "precision", "trainable", "offload"):
             if self.part is not None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
+        self._check_sparse()
         if isinstance(self.trainable, LoraSection) and self._has_experts:
             raise ValueError("trainable: adapters cannot be predicted with experts; use all or a dense model")
         if self.part is not None and self._has_experts:
@@ -520,6 +524,29 @@ class Scenario(BaseModel):
             raise ValueError(f"dtype: training steps were measured in bf16, got {self.dtype}")
         if self.context is not None and self.num_tokens % self.context:
             raise ValueError(f"context: expected a divisor of {self.num_tokens} tokens, got {self.context}")
+
+    def _check_sparse(self) -> None:
+        """Whether queries of the model can choose keys like this."""
+        model = MODELS[self.model] if isinstance(self.model, str) else self.model
+        found = self.sparse if self.sparse is not None else getattr(model, "sparse", None)
+        if model is None or found is None:
+            return
+        if self.part is not None:
+            raise ValueError(f"sparse: one {self.part} is predicted with dense attention; leave sparse or part out")
+        latent = read_sparse(found).latent
+        if latent and not model.kv_rank:
+            raise ValueError("sparse: dsa chooses latents, of which the model has none; use a model with kv_rank")
+        if model.kv_rank and not latent:
+            raise ValueError(f"sparse: expected dsa of a model with latents, got {read_sparse(found).kind}")
+        for name in ("window", "recurrent"):
+            if getattr(model, name):
+                raise ValueError(f"sparse: does not go with {name} of the model; leave one of them out")
+        if isinstance(self.trainable, LoraSection):
+            raise ValueError("trainable: adapters are predicted with dense attention; leave it or sparse out")
+        if self.precision not in (None, "bf16") or self.offload:
+            raise ValueError(
+                "sparse: steps are predicted in bf16, and without offload; leave precision and offload out"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Fields by their names in the file, ready for JSON; absent ones are left out."""

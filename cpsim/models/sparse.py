@@ -273,13 +273,12 @@ def _kernels(workload: Workload, pass_: str) -> tuple[list[str], bool]:
     return [f"window {pass_}"], False
 
 
-def sigma(given: Conditions, pass_: str) -> float:
+def sigma(workload: Workload, gpu: Gpu, pass_: str) -> float:
     """Standard deviation, relative, of a pass's kernels."""
-    assert given.sparse is not None
-    names, measured = _names(given.sparse, pass_)
+    names, measured = _names(workload, pass_)
     parts = [max(rates()[name].sigma for name in names)]
     parts += [] if measured else [UNMEASURED_SIGMA]
-    parts += [] if _is_measured(given) else [OTHER_GPU_SIGMA]
+    parts += [] if _is_measured(gpu) else [OTHER_GPU_SIGMA]
     return float(np.hypot.reduce(parts))
 
 
@@ -292,7 +291,7 @@ def notes(given: Conditions, pass_: str) -> Iterator[str]:
     _, measured = _names(workload, pass_)
     about, gpu = f"sparse {sparse.kind}", given.cluster.gpu.name
     yield f"{about}: {_CODE[sparse.kind]}; {given.kernel} stands for their power alone"
-    if not _is_measured(given):
+    if not _is_measured(given.cluster.gpu):
         yield f"{about}: not measured on {gpu}, from {MEASURED_ON.upper()} in proportion to peak and bandwidth"
     if not measured:
         yield f"{about}: the {_PASS[pass_]} pass is not measured as it runs; its interval is as wide as a guess"
@@ -301,6 +300,6 @@ def notes(given: Conditions, pass_: str) -> Iterator[str]:
         yield "sparse dsa: the indexer's own training is not counted"
 
 
-def _is_measured(given: Conditions) -> bool:
-    mine, measured = find_gpu(given.cluster.gpu.name), find_gpu(MEASURED_ON)
+def _is_measured(gpu: Gpu) -> bool:
+    mine, measured = find_gpu(gpu.name), find_gpu(MEASURED_ON)
     return mine is not None and mine == measured

@@ -32,6 +32,7 @@ CAUSAL_LM: Final = {
     "seed_oss": (),
     "deepseek_v2": (),
     "deepseek_v3": ("multi-token prediction",),
+    "deepseek_v32": ("multi-token prediction",),
     "kimi_k2": (),
     "qwen3_next": ("norms of queries and keys", "gates of attention's output", "multi-token prediction"),
     "nemotron_h": ("layers without rotary positions",),
@@ -39,7 +40,6 @@ CAUSAL_LM: Final = {
 }
 """Types of models whose layers a step can say, each with what it has besides."""
 CANNOT: Final = {
-    "deepseek_v32": "an indexer chooses the keys of every query",
     "llama4": "three of four layers attend within chunks",
     "llama4_text": "three of four layers attend within chunks",
     "gemma2": "attention scores are capped, which flash attention kernels were not measured with",
@@ -131,8 +131,19 @@ def _model(s: Settings, kind: str) -> dict[str, Any]:
         "dense_layers": dense or None,
         "window": window,
         "window_pattern": pattern,
+        "sparse": _indexer(s) if kind == "deepseek_v32" else None,
     }
     return without_none(model)
+
+
+def _indexer(s: Settings) -> dict[str, Any]:
+    """How an indexer chooses keys."""
+    return {
+        "kind": "dsa",
+        "top_k": s.needed("index_topk"),
+        "index_heads": s.needed("index_n_heads"),
+        "index_dim": s.needed("index_head_dim"),
+    }
 
 
 def _recurrent(s: Settings, kind: str) -> dict[str, Any]:

@@ -190,8 +190,25 @@ def _model(s: Settings) -> dict[str, Any] | str | None:
         "dense_layers": _dense(s) if experts else None,
         "window": _window(window, s) if window else None,
         "window_pattern": s.number("window_attn_skip_freq") if window and pattern else None,
+        "sparse": _sparse(s),
     }
     return without_none(model)
+
+
+def _sparse(s: Settings) -> dict[str, Any] | None:
+    """How an indexer chooses keys; None where there is none.
+
+    Raises:
+        ScenarioError: attention of another variant.
+    """
+    variant = s.get("experimental_attention_variant")
+    if variant is None:
+        return None
+    if variant != "dsa":
+        place = s.place("experimental_attention_variant")
+        raise ScenarioError(f"{place}: experimental_attention_variant: expected dsa, got {shown(variant)}")
+    sizes = {"top_k": "topk", "index_heads": "n_heads", "index_dim": "head_dim"}
+    return {"kind": "dsa", **{name: s.needed(f"dsa_indexer_{size}") for name, size in sizes.items()}}
 
 
 def _latent(s: Settings) -> dict[str, Any]:

@@ -333,7 +333,7 @@ class StepModel:
         if self.kinds:
             return tuple(dict.fromkeys((MIXED, *(note for _, one in self.kinds for note in one._notes(tokens)))))
         ops, tp, ep = Ops(self.model, self.parallel.tp, tokens), self.parallel.tp, self.parallel.ep
-        if not self.model.experts and not self.model.recurrent:
+        if not (self.model.experts or self.model.recurrent or self.model.kv_rank):
             return self.costs.notes(self._products_of_chunks(tokens) + ops.forward() + ops.backward() + ops.loss())
         whats = [what for what in _ops(self._programs(tokens, -1)(1)) if not isinstance(what, str)]
         exchanged = [what for what in whats if isinstance(what, Collective) and what.kind == "all_to_all"]
@@ -772,7 +772,8 @@ class StepModel:
         for replica, found in zip(batch, attended, strict=True):
             for documents, one in zip(replica, found, strict=True):
                 ops = Ops(self.model, 1, sum(documents))
-                attention = 2.0 * one.area * self.model.heads * (4 * self.model.head_dim + 3 * self.model.values)
+                heads, _, keys, values = self.model.kernel_shape
+                attention = 2.0 * one.area * heads * (4 * keys + 3 * values)
                 products, lora = 2.0 * products_of_token * sum(documents), self.framework.lora
                 passes = 2 if lora else 3  # frozen weights have no gradients
                 adapters = 6.0 * lora.parameters(self.model, 1) * sum(documents) if lora else 0.0

@@ -36,13 +36,15 @@ class Recurrent:
     """A layer with a state instead of keys: gated linear attention or a state-space model.
 
     A projection makes queries and keys of key heads, values and gates of value heads; a short convolution mixes
-    neighbours of the first three; the scan follows, a norm with a gate, and a projection back.
+    neighbours of the first three; the scan follows, a norm with a gate, and a projection back. In Kimi Delta Attention
+    (`kda`) every element of a key has a decay of its own; decays and the norm's gates are made by way of as few
+    elements as a head of values has.
 
     References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), figure 1; Dao, Gu, Transformers are SSMs (2024),
-    section 7.1 (queries are called C there, keys B and value heads heads).
+    section 7.1 (queries are called C there, keys B and value heads heads); Kimi Linear (2510.26692), section 4.
     """
 
-    kind: Literal["gated_delta", "mamba2"]
+    kind: Literal["gated_delta", "mamba2", "kda"]
     key_heads: int
     """Of queries and keys, each of several value heads; Mamba-2's groups."""
     value_heads: int
@@ -65,14 +67,29 @@ class Recurrent:
 
     @property
     def gates(self) -> int:
-        """Numbers of a token and value head that say what the state keeps and takes: decay, and the delta rule's
+        """Numbers of a token and value head that say what the state keeps and takes: decays, and the delta rule's
         strength."""
-        return 2 if self.kind == "gated_delta" else 1
+        return {"gated_delta": 2, "mamba2": 1, "kda": self.key_dim + 1}[self.kind]
+
+    @property
+    def reads(self) -> int:
+        """Products of a token with a state: what it reads of it, and what the delta rule takes from it."""
+        return 1 if self.kind == "mamba2" else 2
 
     @property
     def projected(self) -> int:
         """Elements that the projection makes of a token; the norm's gates are as many as values."""
+        if self.kind == "kda":
+            return self.channels + self.value_heads + len(self.expanded) * self.value_dim
         return self.channels + self.values + self.gates * self.value_heads
+
+    @property
+    def expanded(self) -> dict[str, tuple[int, int]]:
+        """(input, output) elements of linear layers that make decays and the norm's gates of a part of what is
+        projected."""
+        if self.kind != "kda":
+            return {}
+        return {"decay": (self.value_dim, self.value_heads * self.key_dim), "norm_gate": (self.value_dim, self.values)}
 
     @property
     def state_elements(self) -> int:
@@ -82,11 +99,13 @@ class Recurrent:
     @property
     def transition_elements(self) -> int:
         """Of what a shard of tokens multiplies states with: a matrix of each head, or a number."""
-        return self.value_heads * (self.key_dim**2 if self.kind == "gated_delta" else 1)
+        return self.value_heads * (1 if self.kind == "mamba2" else self.key_dim**2)
 
     def small_parameters(self) -> int:
-        """Weights beside both projections: of the convolution and its biases (Mamba-2), gates, skip (Mamba-2), norm."""
+        """Weights beside linear layers: of the convolution and its biases (Mamba-2), gates, skip (Mamba-2), norm."""
         mamba = self.kind == "mamba2"
+        if self.kind == "kda":
+            return self.conv * self.channels + self.value_heads * self.gates + self.value_dim
         of_heads = (3 if mamba else 2) * self.value_heads
         return (self.conv + mamba) * self.channels + of_heads + (self.values if mamba else self.value_dim)
 
@@ -177,7 +196,9 @@ class Model:
         alike = replace(self, attention_layers=0, bare_layers=0)
         bare = replace(alike, bare_layers=self.layers, experts=0, top_k=0, shared_experts=0, expert_ffn=0)
         others = self.layers - self.attention_layers - self.bare_layers
-        counts = (self.attention_layers, replace(alike, recurrent=None)), (others, alike), (self.bare_layers, bare)
+        attends = replace(alike, recurrent=None)
+        alike, bare = (replace(one, kv_rank=0, q_rank=0, rope_dim=0, value_dim=0) for one in (alike, bare))
+        counts = (self.attention_layers, attends), (others, alike), (self.bare_layers, bare)
         return tuple((count / self.layers, model) for count, model in counts if count)
 
     def _mean(self, of: Callable[[Model], float]) -> int:
@@ -227,7 +248,8 @@ class Model:
         mlp = {"gate_up": (self.hidden, (1 + self.gated) * inner // tp), "down": (inner // tp, self.hidden)}
         if self.recurrent:
             projected, values = self.recurrent.projected // tp, self.recurrent.values // tp
-            mixer = {"qkv": (self.hidden, projected), "proj": (values, self.hidden)}
+            expanded = {name: (inner, outer // tp) for name, (inner, outer) in self.recurrent.expanded.items()}
+            mixer = {"qkv": (self.hidden, projected), **expanded, "proj": (values, self.hidden)}
             return {**mixer, **(mlp if inner else {})}
         return {
             **(self._latent(tp) if self.kv_rank else {"qkv": (self.hidden, self.attended(tp))}),
@@ -282,7 +304,7 @@ class Model:
         dense = sum(inner * outer for inner, outer in self.linears(1).values())
         routed = sum(inner * outer for inner, outer in self.expert(1).values())
         if self.recurrent:
-            dense += (1 + self.recurrent.gates) * self.recurrent.state_elements
+            dense += (1 + self.recurrent.reads) * self.recurrent.state_elements
         return dense + self.hidden * self.experts + self.top_k * routed
 
     def expert_parameters(self, tp: int) -> int:

@@ -130,7 +130,7 @@ class RecurrentSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    kind: Literal["gated_delta", "mamba2"]
+    kind: Literal["gated_delta", "mamba2", "kda"]
     key_heads: Annotated[int, Field(ge=1, le=65536)]
     value_heads: Annotated[int, Field(ge=1, le=65536)]
     key_dim: Annotated[int, Field(ge=1, le=1024)]
@@ -199,9 +199,8 @@ class ModelSection(BaseModel):
                 f"attention_layers: expected less than {self.layers} layers, and as many as these with bare_layers; "
                 f"got {attend} and {bare}"
             )
-        for name in ("window", "kv_rank", "dense_layers"):
-            if self.recurrent and getattr(self, name):
-                raise ValueError(f"recurrent: does not go with {name}; leave one of them out")
+        if self.recurrent and self.window:
+            raise ValueError("recurrent: does not go with window; leave one of them out")
         return self
 
     @model_validator(mode="after")

@@ -170,11 +170,11 @@ def scan_of(layer: Recurrent, parts: int = 1) -> Scan:
 
 def saved_bytes(layer: Recurrent, tokens: int) -> int:
     """What a scan keeps for its backward pass beside its inputs and output: gates in fp32, and of the delta rule a
-    matrix of pairs of each chunk; states of chunks are made again.
+    matrix of pairs of each chunk, of KDA two; states of chunks are made again.
 
     Source: the same packages (``save_for_backward``).
     """
-    pairs = ELEMENT_BYTES * CHUNK[layer.kind] if layer.kind != "mamba2" else 0
+    pairs = ELEMENT_BYTES * CHUNK[layer.kind] * {"mamba2": 0, "gated_delta": 1, "kda": 2}[layer.kind]
     return tokens * layer.value_heads * (4 * layer.gates + pairs)
 
 

@@ -463,7 +463,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
 
     def scanned() -> tuple[Nodes, Nodes, set[str], str]:
         """The same of a layer with a state."""
-        inside, inside_back, kept = with_state(s)
+        inside, inside_back, kept = with_state(s, gradient)
         forward = (*column("qkv", "x norm", "projected"), *inside)
         return forward, (*inside_back, *column_backward("qkv", "dprojected", "x norm", "dx norm")), kept, "normed"
 
@@ -492,26 +492,43 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
     )
 
 
-def with_state(s: Sizes) -> tuple[Nodes, Nodes, set[str]]:
+def with_state(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str]]:
     """Both passes of convolution, scan and gated norm, from ``projected`` to ``normed`` and from ``dnormed`` to
     ``dprojected``, and what is kept: inputs of each, and what the scan saves.
 
-    All three are one op in time, see ``cpsim.prediction.step.recurrent``.
+    All three are one op in time, see ``cpsim.prediction.step.recurrent``. Where decays and gates are expanded by linear
+    layers, these are ops before it, whose results are kept.
     """
     assert s.model.recurrent is not None
     saved = saved_bytes(s.model.recurrent, s.tokens) // s.tp
     states = states_bytes(s.model.recurrent, s.tokens) // s.tp
+    wide = tuple(s.model.recurrent.expanded)
+    sizes = {name: s.wide(name) for name in wide}
     forward = (
-        Node(None, ("projected",), {"q k v": s.qkv}),
-        Node("fwd", ("q k v", "projected"), {"out": s.out, "lse": saved, "states": states}),
+        Node(None, ("projected",), {"q k v": s.qkv, "low": 0}),
+        *(forward_product(s, name, "low", name) for name in wide),
+        Node("fwd", ("q k v", "projected", *wide), {"out": s.out, "lse": saved, "states": states}),
         Node(None, ("out", "projected"), {"normed": s.out}),
     )
+    more = {f"d{name}": size for name, size in sizes.items()}
     backward = (
         Node(None, ("dnormed", "out", "projected"), {"dout": s.out, "dgates": s.out}),
-        Node("bwd", ("dout", "q k v", "projected", "lse"), {"dq k v": s.qkv, "dstates": 2 * states}),
-        Node(None, ("dq k v", "dgates", "projected"), {"dprojected": s.wide("qkv")}),
+        Node("bwd", ("dout", "q k v", "projected", "lse", *wide), {"dq k v": s.qkv, "dstates": 2 * states, **more}),
+        *(
+            one
+            for name in wide
+            for one in (
+                input_gradient(s, name, f"d{name}", f"dlow of {name}"),
+                weight_gradient(s, name, f"d{name}", "low", gradient),
+            )
+        ),
+        Node(
+            None,
+            ("dq k v", "dgates", "projected", *(f"dlow of {name}" for name in wide)),
+            {"dprojected": s.wide("qkv")},
+        ),
     )
-    return forward, backward, {"projected", "q k v", "out", "lse", "normed"}
+    return forward, backward, {"projected", "q k v", "low", "out", "lse", "normed", *wide}
 
 
 def without_mlp(code: LayerCode) -> LayerCode:
@@ -745,7 +762,8 @@ MEGATRON: Final = Framework(
         weight=BF16, gradient=FP32, states=3 * FP32, optimizer=ADAM_AND_COPY, clipped=True, cleared=FP32
     ),
     kept={
-        "mlp": frozenset({"x norm", "projected", "q k v", "out", "out of latents", "lse", "normed", "h"}),
+        "mlp": frozenset({"x norm", "projected", "q k v", "low", "decay", "norm_gate", "out", "out of latents"})
+        | {"lse", "normed", "h"},
         "full": frozenset(),
     },
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
@@ -841,7 +859,7 @@ def torch_layer(
     sum_of_two = () if compiled else (eager(tokens * h, 6, 1, "dh norm 2", **{"dh_norm" + every.replace(" ", "_"): 0}),)
     if model.recurrent:
         wide, a = model.linears(s.tp)["qkv"][1], model.linears(s.tp)["proj"][0]
-        inside, inside_back, _ = with_state(s)
+        inside, inside_back, _ = with_state(s, BF16)
         out, sums_of_x = "normed", tuple[str, ...]()
         mixed: Nodes = (product(wide, h, "x norm" + every, "projected"), *inside)
         mixed_back: Nodes = (

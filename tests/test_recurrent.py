@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpsim.calibrate.fit_recurrent import errors_of, fit, fit_scan, scan_of
+from cpsim.calibrate.fit_recurrent import errors_of, fit, fit_scan, main, scan_of
 from cpsim.calibrate.measurement import load
 from cpsim.case.gpu import gpus
 from cpsim.case.model import MODELS, Model, Recurrent
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.models.derive import moved
+from cpsim.models.profile import load_profile, save_profile
 from cpsim.models.recurrent import DATA, TRAFFIC, Scan, ScanParams, costs_on, design, measured
 from cpsim.prediction.predict import predict
 from cpsim.prediction.step.frameworks import MEGATRON, TORCH, Sizes
@@ -245,7 +247,7 @@ def test_other_gpus_follow_memory_and_clock() -> None:
     assert same.scan_s(SCAN, "fwd", (T,)) == pytest.approx(costs.scan_s(SCAN, "fwd", (T,)), rel=1e-12)
     twice = replace(h200, num_sms=2 * h200.num_sms, memory_bandwidth_bytes_per_s=2 * h200.memory_bandwidth_bytes_per_s)
     fast = costs_on(twice, h200, costs)
-    bytes_s = [one.scans["gated_delta", "fwd"].byte_s for one in (costs, fast)]
+    bytes_s = [one.scans["gated_delta fwd"].byte_s for one in (costs, fast)]
     assert bytes_s[1] == pytest.approx(bytes_s[0] / 2, rel=1e-12)
 
 
@@ -293,3 +295,28 @@ def test_decays_of_kda_are_kept_and_multiplied_once_more() -> None:
     heads, dim = KDA.value_heads, KDA.key_dim
     narrower = 2 * (gdn.recurrent.projected - kda.recurrent.projected)  # type: ignore[union-attr]
     assert kept[0] - kept[1] == T * (2 * 2 * heads * dim + heads * (4 * (dim - 1) + 2 * 64) - narrower)
+
+
+def test_a_profile_has_scans_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted into a file, they are read as they were written, and steps follow them; other GPUs derive from them."""
+    path = tmp_path / "mine.json"
+    save_profile(load_profile("h200"), path)
+    monkeypatch.setattr("sys.argv", ["fit_recurrent", str(POINTS), "--into", str(path)])
+    main()
+    mine = load_profile(path)
+    assert mine.scans is not None
+    ships = measured()
+    for name, one in mine.scans.scans.items():
+        assert asdict(one) == pytest.approx(asdict(ships.scans[name]), rel=1e-5), name
+    slow = {
+        name: replace(one, call_s=3 * one.call_s, byte_s=3 * one.byte_s, step_s=3 * one.step_s)
+        for name, one in ships.scans.items()
+    }
+    save_profile(replace(mine, scans=replace(ships, scans=slow)), path)
+    case = {"gpus": 1, "cluster": "dgx-h200", "tokens": 32768, "kernel": "cudnn", "strategy": "none"}
+    model = {**fields(replace(PLAIN, recurrent=KDA)), "layers": 4}
+    found = [predict({**case, "model": model, "profile": str(p)}).parts_s for p in ("h200", path)]
+    for pass_ in ("attention fwd", "attention bwd"):
+        assert found[1][pass_] == pytest.approx(3 * found[0][pass_], rel=1e-3)
+    h100, h200 = gpus()["h100"], gpus()["h200"]
+    assert moved(mine, h200, h100).scans == costs_on(h100, h200, mine.scans)

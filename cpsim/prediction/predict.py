@@ -329,7 +329,7 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
 
 def _of_chosen(profile: Profile, workload: Workload, gpu: Gpu, kernel: str) -> Profile:
     """With the uncertainty of kernels of chosen keys in place of that of a dense one."""
-    wider = {f"attention {one} {kernel}": sparse.sigma(workload, gpu, one) for one in ("fwd", "bwd")}
+    wider = {f"attention {one} {kernel}": sparse.sigma(workload, profile, gpu, one) for one in ("fwd", "bwd")}
     return replace(profile, sigma={**profile.sigma, **wider})
 
 

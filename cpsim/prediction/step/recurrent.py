@@ -75,7 +75,9 @@ class Scans:
 
     @property
     def costs(self) -> RecurrentCosts:
-        """On the cluster's GPU."""
+        """On the cluster's GPU: the profile's own, or those that ship."""
+        if self.profile.scans is not None:
+            return self.profile.scans
         known = measured()
         return costs_on(self.cluster.gpu, gpus()[known.gpu], known)
 
@@ -105,7 +107,7 @@ class Scans:
         parts = [self._pass(pass_, lens, tokens, sent) for pass_ in PASSES]
         exchange = 2 * (sent.to_heads + sent.to_tokens) + sent.gathered + sent.state
         note = f"layers with a state: {self.costs.source}" + f"; ranks exchange {self.exchange}" * (self.ranks > 1)
-        notes = (note, *((KDA,) if self.layer.kind == "kda" else ()))
+        notes = (note, *((KDA,) if self.layer.kind == "kda" and self.profile.scans is None else ()))
         return Attended((parts[0], parts[1]), exchange, 2 * sent.sent(self.ranks), 0, notes=notes)
 
     def _pass(self, pass_: str, lens: tuple[int, ...], tokens: int, sent: Traffic) -> Parts:

@@ -1,107 +1,42 @@
 """Kernels of sparse attention: rates fitted to what was measured, and how far off they are at lengths left out.
 
     python -m studies.sparse          # prints the tables
-    python -m studies.sparse --fit    # writes cpsim/data/sparse.json
-    python -m studies.sparse --update # writes the tables into docs/sparse-attention.md
+    python -m studies.sparse --update # writes them into docs/sparse-attention.md
 
-Every kernel is a sum of what it does (``cpsim.models.sparse.WORK``), with rates of at least 0 that fit the medians of
-its points in relative terms. Each length is left out once; the root mean square of the logarithms of predicted over
-measured is the kernel's uncertainty.
+``python -m cpsim.calibrate.fit_sparse`` makes the rates.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import numpy as np
-from scipy.optimize import nnls
 
-from cpsim.calibrate.measurement import load
-from cpsim.models.sparse import DATA, UNMEASURED_SIGMA, WORK, Call, Rates, work
+from cpsim.calibrate.fit_sparse import by_kernel, left_out
+from cpsim.calibrate.measurement import Point, load
+from cpsim.models.rates import work
 from cpsim.prediction.predict import predict
 from cpsim.runtime.files import write
 
 FOLDER: Final = Path(__file__).parent.parent / "data" / "points" / "h200"
 POINTS: Final = (FOLDER / "h200-sparse.jsonl", FOLDER / "h200x1-nsa.jsonl")
 PAGE: Final = Path(__file__).parent.parent / "docs" / "sparse-attention.md"
-LEAST_SIGMA: Final = 0.1
-"""Points vary in their length and little else."""
-USED: Final = {"index": "torch", "attend_keys": "torch", "choose_keys": "torch"}
-"""Which of several ways a kernel was measured in stands for it; of others there is one."""
-
-Measured = tuple[Call, float, int]
-"""A call, its seconds, and its keys."""
 
 
-def measured() -> dict[str, list[Measured]]:
-    """Points by kernel and pass."""
-    found: dict[str, list[Measured]] = {name: [] for name in WORK}
-    for path in (path for path in POINTS if path.exists()):
-        for point in load(path).points:
-            name = _name(point)
-            if name in found:
-                keys = point["keys"] if point["op"] == "sparse" else point["k_lens"][0]
-                found[name].append((_call(point), median(point["samples_s"]), int(keys)))
-    return found
-
-
-def _name(point: Mapping[str, Any]) -> str:
-    if point["op"] == "attention" and point.get("window"):
-        return f"window {point['pass']}"
-    if point["op"] != "sparse" or USED.get(point["kind"], point["kernel"]) != point["kernel"]:
-        return ""
-    return f"{point['kind']} {point['pass']}"
-
-
-def _call(point: Mapping[str, Any]) -> Call:
-    if point["op"] == "attention":
-        dim, queries = point["head_dim"], sum(point["q_lens"])
-        return Call(queries=queries, pairs=point["area"], heads=point["num_heads"], key=dim, value=dim)
-    return Call(
-        queries=point["queries"],
-        pairs=point["pairs"],
-        heads=point.get("num_heads", 1),
-        key=point.get("head_dim", 1),
-        value=point.get("value_dim", 0),
-        top_k=point.get("chosen", 1),
-        blocks=point["keys"] / point["block"] if "block" in point else 0.0,
-    )
-
-
-def fitted(name: str, points: Sequence[Measured]) -> Rates:
-    """Rates of one kernel, its uncertainty not known yet."""
-    rows = np.array([[1.0, *(work(call)[kind] for kind in WORK[name])] for call, _, _ in points])
-    seconds = np.array([seconds for _, seconds, _ in points])
-    if np.ptp(rows, axis=0).max() == 0:
-        rows[:, 0] = 0.0  # calls of one size do not tell a call from its work
-    scale = np.maximum(rows.max(axis=0), 1e-30)
-    found, _ = nnls(rows / scale / seconds[:, None], np.ones(len(seconds)))
-    call_s, *of_work = (found / scale).tolist()
-    return Rates(call_s, dict(zip(WORK[name], of_work, strict=True)), 0.0)
-
-
-def left_out(name: str, points: Sequence[Measured]) -> list[float]:
-    """Logarithms of predicted over measured, each length predicted from the others."""
-    errors = []
-    for length in sorted({keys for _, _, keys in points}):
-        rest = [point for point in points if point[2] != length]
-        if len(rest) > len(WORK[name]):
-            known = fitted(name, rest)
-            errors += [np.log(known.seconds(call) / seconds) for call, seconds, keys in points if keys == length]
-    return errors
+def measured() -> list[Point]:
+    """All points."""
+    return [point for path in POINTS for point in load(path).points]
 
 
 def kernel_rows() -> Iterator[str]:
     """Lines of the table of kernels."""
     yield "| kernel | points | left out: mean error | largest | most TFLOP/s |"
     yield "| --- | ---: | ---: | ---: | ---: |"
-    for name, points in measured().items():
+    for name, points in by_kernel(measured()).items():
         if not points:
             yield f"| `{name}` | none | | | |"
             continue
@@ -109,23 +44,6 @@ def kernel_rows() -> Iterator[str]:
         best = max(work(call)["flop"] / seconds for call, seconds, _ in points) / 1e12
         known = f"{errors.mean():.0%} | {errors.max():.0%}" if len(errors) else "too few | "
         yield f"| `{name}` | {len(points)} | {known} | {best:.0f} |"
-
-
-def fit() -> str:
-    """The file of rates."""
-    kernels: dict[str, Any] = {}
-    for name, points in measured().items():
-        if len(points) <= len(WORK[name]):
-            continue
-        known, errors = fitted(name, points), left_out(name, points)
-        sigma = float(np.sqrt(np.mean(np.square(errors)))) if errors else UNMEASURED_SIGMA
-        kernels[name] = {
-            "call_s": float(f"{known.call_s:.4g}"),
-            "work_s": {kind: float(f"{rate:.4g}") for kind, rate in known.of_work_s.items()},
-            "sigma": round(max(LEAST_SIGMA, sigma), 3),
-        }
-    about = {"made_by": "python -m studies.sparse --fit", "from": [path.name for path in POINTS if path.exists()]}
-    return json.dumps({**about, "kernels": kernels}, indent=1) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +95,8 @@ def claim_rows() -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints, fits, or writes the page."""
+    """Prints the tables, or writes them."""
     asked = sys.argv[1:]
-    if "--fit" in asked:
-        write(DATA, fit())
-        return
     tables = {"kernels": "\n".join(kernel_rows()) + "\n", "claims": "\n".join(claim_rows()) + "\n"}
     if "--update" not in asked:
         print("\n".join(tables.values()), end="")

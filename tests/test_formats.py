@@ -38,6 +38,9 @@ SHAPES = {
     "qwen3-next.json": "qwen3-next-80b-a3b",
     "nemotron-h-8b.json": "nemotron-h-8b",
     "nemotron-3-nano.json": "nemotron-3-nano-30b-a3b",
+    "nemotron-h-8b.sh": "nemotron-h-8b",
+    "nemotron-3-nano.sh": "nemotron-3-nano-30b-a3b",
+    "kimi-linear.json": "kimi-linear-48b-a3b",
 }
 """Files that hold the dimensions of a model that ships."""
 RIGHT = {
@@ -83,6 +86,8 @@ RIGHT = {
         "sequences": 128,
         "parallel": {"tp": 4, "pp": 2, "cp": 2, "virtual_pp": 4, "recompute": "full"},
     },
+    "nemotron-h-8b.sh": {"gpus": 16, "strategy": "ulysses", "parallel": {"tp": 2, "cp": 2}},
+    "nemotron-3-nano.sh": {"gpus": 32, "parallel": {"pp": 4, "ep": 8, "layout": [7, 7, 7, 8]}},
     "accelerate-cp.yaml": {"framework": "huggingface", "gpus": 8, "strategy": "zigzag_ring", "parallel": {"cp": 8}},
     "trl-sft.yaml": {"model": "qwen3-8b", "context": 32768, "parallel": {"batch": 1, "recompute": "full"}},
     "glm4-moe.json": {"model": {"dense_layers": 1, "shared_experts": 1, "experts": 128, "kv_heads": 8, "ffn": 10944}},
@@ -103,7 +108,8 @@ WRONG = {
     "four-ranks.sh": "line 5: tensor_model_parallel_size: expected a whole number from 1, got 'four'",
     "gpt3-fp16.sh": "line 9: fp16: steps were measured in bf16",
     "every-second-expert.sh": "line 6: moe_layer_freq: expected dense layers before those with experts",
-    "hybrid.sh": "line 4: hybrid_layer_pattern: layers without attention are not predicted",
+    "hybrid.sh": "line 4: hybrid_layer_pattern: expected 52 of M (Mamba-2), * (attention), and - or E (MLP) each",
+    "hybrid-both.sh": "line 1: hybrid_layer_pattern: expected - or E, got both",
     "nothing.sh": "expected Megatron's arguments",
     "bridge-wrong.yaml": "line 7: cp_comm_type: expected p2p, all_gather, a2a, a2a+p2p, got 'ring'",
     "accelerate-deepspeed.yaml": "line 4: distributed_type DEEPSPEED is not predicted; use FSDP",

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpsim.calibrate.fit_recurrent import errors_of, fit, fit_scan, scan_of
+from cpsim.calibrate.fit_recurrent import errors_of, fit, fit_scan, main, scan_of
 from cpsim.calibrate.measurement import load
 from cpsim.case.gpu import gpus
 from cpsim.case.model import MODELS, Model, Recurrent
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.models.derive import moved
+from cpsim.models.profile import load_profile, save_profile
 from cpsim.models.recurrent import DATA, TRAFFIC, Scan, ScanParams, costs_on, design, measured
 from cpsim.prediction.predict import predict
 from cpsim.prediction.step.frameworks import MEGATRON, TORCH, Sizes
@@ -26,6 +28,7 @@ from cpsim.strategies.states import traffic
 POINTS = Path(__file__).parents[1] / "data" / "points" / "h200" / "h200-linear.jsonl"
 GDN = Recurrent(kind="gated_delta", key_heads=8, value_heads=16, key_dim=128, value_dim=128)
 MAMBA = Recurrent(kind="mamba2", key_heads=8, value_heads=32, key_dim=128, value_dim=64)
+KDA = Recurrent(kind="kda", key_heads=16, value_heads=16, key_dim=128, value_dim=128)
 PLAIN = Model(layers=8, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=8192, vocab=32000)
 MIXED = replace(PLAIN, recurrent=GDN, attention_layers=2)
 T = 8192
@@ -49,6 +52,7 @@ def fields(model: Model) -> dict[str, Any]:
         ("qwen3-next-80b-a3b", 79.6, 3.8),  # its model card: 80 B, 3 B active, which leaves embeddings out
         ("nemotron-h-8b", 8.1, 8.1),  # Nemotron-H (2025), table 1 names 8 B and 56 B; 8.1 B on the hub
         ("nemotron-h-56b", 56.3, 56.3),
+        ("kimi-linear-48b-a3b", 49.1, 3.5),  # Kimi Linear (2025), section 5: 48 B, 3 B active
         ("nemotron-3-nano-30b-a3b", 31.6, 3.6),  # Nemotron 3 Nano (2025), section 2: 31.6 B, 3.6 B with embeddings
     ],
 )
@@ -64,9 +68,13 @@ def test_parameters_of_a_small_layer_one_by_one() -> None:
     own = hidden * (2 * 16 + 64 + 64 + 4 + 4) + 64 * hidden + 4 * (2 * 16 + 64) + 4 + 4 + 16
     mamba = Recurrent(kind="mamba2", key_heads=2, value_heads=4, key_dim=8, value_dim=16)
     theirs = hidden * (2 * 64 + 2 * 16 + 4) + 64 * hidden + 5 * (64 + 2 * 16) + 3 * 4 + 64
+    kda = Recurrent(kind="kda", key_heads=4, value_heads=4, key_dim=8, value_dim=16)
+    wide = 2 * 32 + 64
+    kimi = hidden * (wide + 4 + 2 * 16) + 16 * (32 + 64) + 64 * hidden + 4 * wide + 4 + 32 + 16
     mlp, norms = 3 * hidden * 128, 2 * hidden
     base = Model(layers=1, hidden=hidden, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=10)
     assert replace(base, recurrent=gdn).layer_parameters(1) == own + mlp + norms
+    assert replace(base, recurrent=kda).layer_parameters(1) == kimi + mlp + norms
     assert replace(base, recurrent=mamba).layer_parameters(1) == theirs + mlp + norms
     assert replace(base, recurrent=mamba, bare_layers=1).layer_parameters(1) == theirs + hidden
     assert replace(base, gated=False).linears(1)["gate_up"] == (hidden, 128)
@@ -84,7 +92,7 @@ def test_shares_of_kinds_are_those_of_the_pattern() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("state", [GDN, MAMBA], ids=["gdn", "mamba"])
+@pytest.mark.parametrize("state", [GDN, MAMBA, KDA], ids=["gdn", "mamba", "kda"])
 def test_layers_read_what_was_made_and_multiply_each_weight_three_times(framework, compiled, tp, bare, state) -> None:
     model = replace(PLAIN, recurrent=state, bare_layers=PLAIN.layers if bare else 0)
     code = framework.runs(Sizes(model, tp, T), compiled, None, False)
@@ -239,7 +247,7 @@ def test_other_gpus_follow_memory_and_clock() -> None:
     assert same.scan_s(SCAN, "fwd", (T,)) == pytest.approx(costs.scan_s(SCAN, "fwd", (T,)), rel=1e-12)
     twice = replace(h200, num_sms=2 * h200.num_sms, memory_bandwidth_bytes_per_s=2 * h200.memory_bandwidth_bytes_per_s)
     fast = costs_on(twice, h200, costs)
-    bytes_s = [one.scans["gated_delta", "fwd"].byte_s for one in (costs, fast)]
+    bytes_s = [one.scans["gated_delta fwd"].byte_s for one in (costs, fast)]
     assert bytes_s[1] == pytest.approx(bytes_s[0] / 2, rel=1e-12)
 
 
@@ -258,3 +266,57 @@ def test_every_kernel_reads_more_backward() -> None:
         forward, backward = TRAFFIC[kernel, "fwd"], TRAFFIC[kernel, "bwd"]
         assert backward.values > forward.values
         assert backward.states >= forward.states
+
+
+def test_kimi_linear_is_the_mean_of_its_kinds() -> None:
+    """20 of 27 layers have a state and 7 attend to latents, which layers with a state have none of."""
+    kimi = MODELS["kimi-linear-48b-a3b"]
+    (attends, latent), (scans, state) = kimi.kinds
+    assert (round(27 * attends), round(27 * scans)) == (7, 20)
+    assert latent.kv_rank == 512
+    assert (state.kv_rank, state.rope_dim, state.value_dim) == (0, 0, 0)
+    assert state.linears(1)["decay"] == state.linears(1)["norm_gate"] == (128, 4096)
+    case = {"gpus": 8, "cluster": "dgx-h100", "tokens": 8 * 8192, "kernel": "cudnn", "strategy": "none"}
+    found = predict({**case, "model": "kimi-linear-48b-a3b", "parallel": {"ep": 8, "recompute": "full"}})
+    assert any("scans of kda" in note for note in found.notes)
+    assert found.parts_s["attention fwd"] < found.parts_s["attention bwd"]
+
+
+def test_decays_of_kda_are_kept_and_multiplied_once_more() -> None:
+    """Beside what a layer of Gated DeltaNet of as many heads keeps: decays and gates, in bf16, decays in fp32 that the
+    scan saves, and a second row of pairs; its projection is narrower by what gates are made of."""
+    kda = replace(PLAIN, recurrent=KDA)
+    gdn = replace(PLAIN, recurrent=replace(KDA, kind="gated_delta"))
+    kept = []
+    for model in (kda, gdn):
+        code = MEGATRON.layer(Sizes(model, 1, T), False)
+        sizes = {name: size for node in code.forward for name, size in node.makes.items()}
+        kept.append(sum(sizes[name] for name in code.kept))
+    heads, dim = KDA.value_heads, KDA.key_dim
+    narrower = 2 * (gdn.recurrent.projected - kda.recurrent.projected)  # type: ignore[union-attr]
+    assert kept[0] - kept[1] == T * (2 * 2 * heads * dim + heads * (4 * (dim - 1) + 2 * 64) - narrower)
+
+
+def test_a_profile_has_scans_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted into a file, they are read as they were written, and steps follow them; other GPUs derive from them."""
+    path = tmp_path / "mine.json"
+    save_profile(load_profile("h200"), path)
+    monkeypatch.setattr("sys.argv", ["fit_recurrent", str(POINTS), "--into", str(path)])
+    main()
+    mine = load_profile(path)
+    assert mine.scans is not None
+    ships = measured()
+    for name, one in mine.scans.scans.items():
+        assert asdict(one) == pytest.approx(asdict(ships.scans[name]), rel=1e-5), name
+    slow = {
+        name: replace(one, call_s=3 * one.call_s, byte_s=3 * one.byte_s, step_s=3 * one.step_s)
+        for name, one in ships.scans.items()
+    }
+    save_profile(replace(mine, scans=replace(ships, scans=slow)), path)
+    case = {"gpus": 1, "cluster": "dgx-h200", "tokens": 32768, "kernel": "cudnn", "strategy": "none"}
+    model = {**fields(replace(PLAIN, recurrent=KDA)), "layers": 4}
+    found = [predict({**case, "model": model, "profile": str(p)}).parts_s for p in ("h200", path)]
+    for pass_ in ("attention fwd", "attention bwd"):
+        assert found[1][pass_] == pytest.approx(3 * found[0][pass_], rel=1e-3)
+    h100, h200 = gpus()["h100"], gpus()["h200"]
+    assert moved(mine, h200, h100).scans == costs_on(h100, h200, mine.scans)

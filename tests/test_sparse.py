@@ -7,6 +7,7 @@ import numeric
 import numpy as np
 import pytest
 
+from cpsim.calibrate import fit_sparse
 from cpsim.case.cluster import load_cluster
 from cpsim.case.gpu import find_gpu
 from cpsim.case.sparse import INDEX_BYTES, PATTERNS, read_sparse, written
@@ -14,6 +15,8 @@ from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError, ScheduleError
 from cpsim.masks.slices import RangeSets, dense_mask
 from cpsim.models import sparse as costs
+from cpsim.models.derive import moved
+from cpsim.models.profile import load_profile, save_profile
 from cpsim.prediction.predict import predict
 from cpsim.schedule.check import validate
 from cpsim.schedule.schedule import Kind
@@ -301,15 +304,46 @@ def test_a_fit_finds_the_rates_that_points_were_made_with():
         for n, k, h in ((4096, 64, 16), (8192, 512, 16), (16384, 1024, 64), (4096, 2048, 8))
     ]
     points = [(call, made.seconds(call), int(call.queries)) for call in calls]
-    found = study.fitted("attend_blocks fwd", points)
+    found = fit_sparse.fitted("attend_blocks fwd", points)
     assert found.call_s == pytest.approx(made.call_s, rel=1e-6)
     assert found.of_work_s == pytest.approx(made.of_work_s, rel=1e-6)
     off = [(call, seconds * 1.5 if keys == 8192 else seconds, keys) for call, seconds, keys in points]
-    assert max(np.abs(study.left_out("attend_blocks fwd", off))) > 0.2
+    assert max(np.abs(fit_sparse.left_out("attend_blocks fwd", off))) > 0.2
 
 
-def test_the_file_of_rates_is_what_the_study_makes():
-    assert costs.DATA.read_text(encoding="utf-8") == study.fit()
+def test_the_file_of_rates_is_what_the_fit_makes():
+    found = fit_sparse.fit(study.measured())
+    assert costs.DATA.read_text(encoding="utf-8") == fit_sparse.as_text(found, [path.name for path in study.POINTS])
+
+
+def test_a_profile_has_rates_of_its_own(tmp_path, monkeypatch):
+    """Twice as slow as those that ship: prices follow, nothing stands in, and the file is read as it was written. On
+    another GPU they are moved as those that ship."""
+    path, usual = tmp_path / "mine.json", load_profile("h100")
+    save_profile(usual, path)
+    monkeypatch.setattr("sys.argv", ["fit_sparse", *map(str, study.POINTS), "--into", str(path)])
+    fit_sparse.main()
+    mine = load_profile(path)
+    assert mine.sparse == {name: one for name, one in costs.rates().items() if one.sigma < costs.UNMEASURED_SIGMA}
+    slow = {
+        n: replace(r, call_s=2 * r.call_s, of_work_s={k: 2 * s for k, s in r.of_work_s.items()})
+        for n, r in mine.sparse.items()
+    }
+    save_profile(replace(mine, sparse=slow), path)
+    case = CASE | {"sparse": "moba", "cluster": "dgx-h100", "gpus": 1, "strategy": "none"}
+    once, twice = (predict(case | {"profile": str(p)}) for p in ("h100", path))
+    h100, h200 = find_gpu("h100"), find_gpu("h200")
+    memory = 2 * h100.memory_bandwidth_bytes_per_s / h200.memory_bandwidth_bytes_per_s
+    for pass_ in ("attention fwd", "attention bwd"):  # products are as fast on both, copies are not
+        assert memory < twice.parts_s[pass_] / once.parts_s[pass_] < 2
+    assert any("not measured on" in note for note in once.notes)
+    assert not any("not measured on" in note for note in twice.notes)
+    assert (twice.time_s_high / twice.time_s_low) < (once.time_s_high / once.time_s_low)
+    there = moved(load_profile(path), h100, h200)
+    assert there.sparse["moba fwd"].call_s == slow["moba fwd"].call_s
+    assert there.sparse["moba fwd"].of_work_s["flop"] == pytest.approx(
+        slow["moba fwd"].of_work_s["flop"] * h100.peak_flops_per_s / h200.peak_flops_per_s
+    )
 
 
 def test_the_executor_refuses_chosen_keys():

@@ -23,13 +23,14 @@ from cpsim.strategies.states import (
 
 GDN = Recurrent(kind="gated_delta", key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 MAMBA = Recurrent(kind="mamba2", key_heads=8, value_heads=128, key_dim=128, value_dim=64)
+KDA = Recurrent(kind="kda", key_heads=32, value_heads=32, key_dim=128, value_dim=128)
 
 
-def shards_of(lens: list[int], delta: bool, resets: tuple[int, ...] = ()) -> list[Shard]:
+def shards_of(lens: list[int], delta: bool, resets: tuple[int, ...] = (), by_key: bool = False) -> list[Shard]:
     rng = np.random.default_rng(len(lens))
     total, heads, groups, key, value = sum(lens), 4, 2, 5, 3
     k = rng.standard_normal((total, groups, key))
-    log_decay = -rng.exponential(0.1, (total, heads))
+    log_decay = -rng.exponential(0.1, (total, heads, key) if by_key else (total, heads))
     log_decay[list(resets)] = -np.inf
     whole = Shard(
         q_TGK=rng.standard_normal((total, groups, key)),
@@ -53,11 +54,15 @@ def shards_of(lens: list[int], delta: bool, resets: tuple[int, ...] = ()) -> lis
     ]
 
 
-@pytest.mark.parametrize("delta", [False, True])
+KINDS = [(False, False), (True, False), (True, True)]
+"""Whether a layer has the delta rule, and a decay of every key dimension: Mamba-2, Gated DeltaNet, KDA."""
+
+
+@pytest.mark.parametrize(("delta", "by_key"), KINDS)
 @pytest.mark.parametrize("resets", [(), (0, 11, 12, 30)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_exchange_gives_the_whole_recurrence(exchange: str, delta: bool, resets: tuple[int, ...]) -> None:
-    shards = shards_of([9, 7, 12, 8], delta, resets)
+def test_exchange_gives_the_whole_recurrence(exchange: str, delta: bool, by_key: bool, resets: tuple[int, ...]) -> None:
+    shards = shards_of([9, 7, 12, 8], delta, resets, by_key)
     whole, _ = scan(joined(shards))
     if exchange == "heads":
         out = np.concatenate([scan(shard)[0] for shard in by_heads(shards)], axis=1)
@@ -83,11 +88,11 @@ def test_documents_stop_states() -> None:
     assert np.abs(scan(first)[1]).max() > 0
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_backward_runs_the_other_way(delta: bool) -> None:
+@pytest.mark.parametrize(("delta", "by_key"), KINDS)
+def test_backward_runs_the_other_way(delta: bool, by_key: bool) -> None:
     """Gradients of ranks that pass states forward and their gradients back, and of ranks that combine what they have
     gathered with transposed transitions, equal those of the whole."""
-    shards = shards_of([5, 6, 4], delta)
+    shards = shards_of([5, 6, 4], delta, by_key=by_key)
     leaves = [[torch.tensor(x, requires_grad=True) for x in tensors(s)] for s in shards]
     given = [torch.randn(s.v_THV.shape, dtype=torch.float64) for s in shards]
     whole = [torch.cat(parts).detach().requires_grad_() for parts in zip(*leaves, strict=True)]
@@ -112,7 +117,8 @@ def test_backward_runs_the_other_way(delta: bool) -> None:
 
 
 def tensors(shard: Shard) -> list[np.ndarray]:
-    named = [shard.q_TGK, shard.k_TGK, shard.v_THV, shard.log_decay_TH[..., None]]
+    decay = shard.log_decay_TH
+    named = [shard.q_TGK, shard.k_TGK, shard.v_THV, decay if decay.ndim == 3 else decay[..., None]]
     return [*named, shard.strength_TH] if shard.strength_TH is not None else named
 
 
@@ -120,8 +126,9 @@ def run(x: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor
     return recurrence(x[0], x[1], x[2], x[3], x[4] if len(x) > 4 else None, state)
 
 
-def test_recurrences_agree() -> None:
-    (shard,) = shards_of([20], True)
+@pytest.mark.parametrize("by_key", [False, True])
+def test_recurrences_agree(by_key: bool) -> None:
+    (shard,) = shards_of([20], True, by_key=by_key)
     out, state = run([torch.tensor(x) for x in tensors(shard)], None)
     np.testing.assert_allclose(out.numpy(), scan(shard)[0], rtol=1e-12)
     np.testing.assert_allclose(state.numpy(), scan(shard)[1], rtol=1e-12)
@@ -142,6 +149,7 @@ def test_bytes(ranks: int) -> None:
     tokens = 1024
     gathered = traffic("gather", GDN, tokens, ranks)
     assert gathered.gathered == ranks * 32 * 128 * (128 + 128) * 4
+    assert traffic("gather", KDA, tokens, ranks).gathered == gathered.gathered  # as many heads
     assert traffic("gather", MAMBA, tokens, ranks).gathered == ranks * 128 * (128 * 64 + 1) * 4
     ring = traffic("ring", GDN, tokens, ranks)
     assert (ring.state, ring.hops) == (32 * 128 * 128 * 4, ranks - 1)

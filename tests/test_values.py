@@ -5,7 +5,7 @@ import pytest
 from cases import ALL_KNOBS, ALL_PASSES, cluster, workload
 
 from cpsim.case.load import scenario_from
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError, UnmeasuredError
 from cpsim.prediction.predict import predict
 from cpsim.schedule.check import validate
 from cpsim.strategies import ANY_VALUES, STRATEGIES, plan
@@ -13,6 +13,7 @@ from cpsim.strategies import ANY_VALUES, STRATEGIES, plan
 CASES = [(name, knobs) for name in ANY_VALUES for knobs in ALL_KNOBS[name]]
 CASE = {"strategy": "none", "gpus": 1, "cluster": "h200-4", "tokens": 8192, "heads": 32, "kv_heads": 32}
 LATENT = {"head_dim": 192, "value_dim": 128, "kernel": "cudnn"}
+ABSORBED = {"heads": 128, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
 
 
 @pytest.mark.parametrize("pass_", ALL_PASSES)
@@ -61,6 +62,10 @@ def test_strategies_that_do_not_know_say_so(name):
         ({"kernel": "fa4"}, InfeasibleError, "nobody has measured what they cost"),
         ({"model": "llama3-8b", "kv_heads": 8, "head_dim": 128}, ScenarioError, "belongs to attention alone"),
         ({"value_dim": 0}, ScenarioError, "value_dim"),
+        (ABSORBED | {"kernel": "fa3", "pass": "fwd"}, UnmeasuredError, "forward alone, and nobody has measured"),
+        (ABSORBED | {"kernel": "fa3", "pass": "bwd"}, InfeasibleError, "fa3 takes keys of 576 .* forward alone; use"),
+        (ABSORBED | {"kernel": "cudnn"}, InfeasibleError, "cudnn does not take keys of 576 .* fa3 does, forward; use"),
+        (ABSORBED | {"kernel": "fa4"}, InfeasibleError, "head_dim: 192, value_dim: 128 and as many kv_heads as heads"),
     ],
 )
 def test_refusals_say_why(changes, error, message):

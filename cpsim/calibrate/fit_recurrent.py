@@ -2,9 +2,10 @@
 
     python -m cpsim.calibrate.fit_recurrent data/points/h200/h200-linear.jsonl
     python -m cpsim.calibrate.fit_recurrent --gpu h100 --check data/points/published/h100-scans.jsonl
+    python -m cpsim.calibrate.fit_recurrent --gpu h100 mine-linear.jsonl --into mine.json
 
-Writes `cpsim/data/recurrent.json`; `--check` says errors alone. Every third point of a kernel is held out of a first
-fit, whose errors on these points are the sigma; parameters come from all points.
+Writes `cpsim/data/recurrent.json`, or into a profile of one's own; `--check` says errors alone. Every third point of a
+kernel is held out of a first fit, whose errors on these points are the sigma; parameters come from all points.
 
 What a file lacks is estimated: a backward pass moves its traffic as fast as the forward one and takes twice as long for
 a step of its walk, which has twice the products; kernels of memory are as fast as a copy of the GPU's profile.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,8 +28,8 @@ from cpsim.calibrate.fit_layers import latency_and_bandwidth
 from cpsim.calibrate.measurement import Measurements, Point, load
 from cpsim.calibrate.residuals import measured
 from cpsim.case.gpu import gpus
-from cpsim.models.profile import load_profile
-from cpsim.models.recurrent import DATA, Scan, ScanParams, SweepParams, design
+from cpsim.models.profile import load_profile, save_profile
+from cpsim.models.recurrent import DATA, Scan, ScanParams, SweepParams, costs_of, design
 
 Floats = NDArray[np.float64]
 RESIDENT: Final = (1.0, 0.5, 1.5, 2.0, 3.0, 4.0)
@@ -112,13 +113,16 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--gpu", default="h200", help="its description in cpsim/data/gpus.json")
     parser.add_argument("--check", action="store_true", help="say errors, write nothing")
+    parser.add_argument("--into", type=Path, help="a profile file that gets them, instead of those that ship")
     args = parser.parse_args()
     found = load(args.file)
     rows, errors = fit(found, args.gpu)
     for name, each in errors.items():
         mean, worst = np.abs(each).mean(), np.abs(each).max()
         print(f"{name}: {len(each)} held out, mean error {mean:.1%}, bias {each.mean():+.1%}, worst {worst:.1%}")
-    if not args.check:
+    if args.into and not args.check:
+        save_profile(replace(load_profile(args.into), scans=costs_of(rows)), args.into)
+    elif not args.check:
         DATA.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from cpsim.case.sparse import Sparse, read_sparse
 from cpsim.errors import nearest
 
 
@@ -35,13 +36,15 @@ class Recurrent:
     """A layer with a state instead of keys: gated linear attention or a state-space model.
 
     A projection makes queries and keys of key heads, values and gates of value heads; a short convolution mixes
-    neighbours of the first three; the scan follows, a norm with a gate, and a projection back.
+    neighbours of the first three; the scan follows, a norm with a gate, and a projection back. In Kimi Delta Attention
+    (`kda`) every element of a key has a decay of its own; decays and the norm's gates are made by way of as few
+    elements as a head of values has.
 
     References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), figure 1; Dao, Gu, Transformers are SSMs (2024),
-    section 7.1 (queries are called C there, keys B and value heads heads).
+    section 7.1 (queries are called C there, keys B and value heads heads); Kimi Linear (2510.26692), section 4.
     """
 
-    kind: Literal["gated_delta", "mamba2"]
+    kind: Literal["gated_delta", "mamba2", "kda"]
     key_heads: int
     """Of queries and keys, each of several value heads; Mamba-2's groups."""
     value_heads: int
@@ -64,14 +67,29 @@ class Recurrent:
 
     @property
     def gates(self) -> int:
-        """Numbers of a token and value head that say what the state keeps and takes: decay, and the delta rule's
+        """Numbers of a token and value head that say what the state keeps and takes: decays, and the delta rule's
         strength."""
-        return 2 if self.kind == "gated_delta" else 1
+        return {"gated_delta": 2, "mamba2": 1, "kda": self.key_dim + 1}[self.kind]
+
+    @property
+    def reads(self) -> int:
+        """Products of a token with a state: what it reads of it, and what the delta rule takes from it."""
+        return 1 if self.kind == "mamba2" else 2
 
     @property
     def projected(self) -> int:
         """Elements that the projection makes of a token; the norm's gates are as many as values."""
+        if self.kind == "kda":
+            return self.channels + self.value_heads + len(self.expanded) * self.value_dim
         return self.channels + self.values + self.gates * self.value_heads
+
+    @property
+    def expanded(self) -> dict[str, tuple[int, int]]:
+        """(input, output) elements of linear layers that make decays and the norm's gates of a part of what is
+        projected."""
+        if self.kind != "kda":
+            return {}
+        return {"decay": (self.value_dim, self.value_heads * self.key_dim), "norm_gate": (self.value_dim, self.values)}
 
     @property
     def state_elements(self) -> int:
@@ -81,11 +99,13 @@ class Recurrent:
     @property
     def transition_elements(self) -> int:
         """Of what a shard of tokens multiplies states with: a matrix of each head, or a number."""
-        return self.value_heads * (self.key_dim**2 if self.kind == "gated_delta" else 1)
+        return self.value_heads * (1 if self.kind == "mamba2" else self.key_dim**2)
 
     def small_parameters(self) -> int:
-        """Weights beside both projections: of the convolution and its biases (Mamba-2), gates, skip (Mamba-2), norm."""
+        """Weights beside linear layers: of the convolution and its biases (Mamba-2), gates, skip (Mamba-2), norm."""
         mamba = self.kind == "mamba2"
+        if self.kind == "kda":
+            return self.conv * self.channels + self.value_heads * self.gates + self.value_dim
         of_heads = (3 if mamba else 2) * self.value_heads
         return (self.conv + mamba) * self.channels + of_heads + (self.values if mamba else self.value_dim)
 
@@ -140,6 +160,28 @@ class Model:
     """Layers that attend all the same."""
     bare_layers: int = 0
     """Layers with a state that have no MLP."""
+    sparse: Sparse | None = None
+    """How queries of every layer choose their keys; None: they see all."""
+
+    @property
+    def absorbed(self) -> bool:
+        """Whether queries attend to latents themselves, into which what would expand them is multiplied.
+
+        Reference: DeepSeek-V3.2 (2512.02556), section 2.1 and appendix A (DSA in the MQA mode of MLA).
+        """
+        return self.sparse is not None and self.sparse.latent
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements of a latent of keys and values with what all heads share."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def kernel_shape(self) -> tuple[int, int, int, int]:
+        """Heads, key-value heads, and elements of a head of keys and of values, as attention's kernel sees them."""
+        if self.absorbed:
+            return self.heads, 1, self.latent_dim, self.kv_rank
+        return self.heads, self.kv_heads, self.head_dim, self.values
 
     @property
     def bare(self) -> bool:
@@ -154,7 +196,9 @@ class Model:
         alike = replace(self, attention_layers=0, bare_layers=0)
         bare = replace(alike, bare_layers=self.layers, experts=0, top_k=0, shared_experts=0, expert_ffn=0)
         others = self.layers - self.attention_layers - self.bare_layers
-        counts = (self.attention_layers, replace(alike, recurrent=None)), (others, alike), (self.bare_layers, bare)
+        attends = replace(alike, recurrent=None)
+        alike, bare = (replace(one, kv_rank=0, q_rank=0, rope_dim=0, value_dim=0) for one in (alike, bare))
+        counts = (self.attention_layers, attends), (others, alike), (self.bare_layers, bare)
         return tuple((count / self.layers, model) for count, model in counts if count)
 
     def _mean(self, of: Callable[[Model], float]) -> int:
@@ -175,6 +219,8 @@ class Model:
         """Elements of a token's queries, keys and values on each of `tp` ranks."""
         if self.recurrent:
             return self.recurrent.channels // tp
+        if self.absorbed:
+            return (self.heads // tp + 1) * self.latent_dim
         return (self.heads * self.head_dim + self.kv_heads * (self.head_dim + self.values)) // tp
 
     @property
@@ -202,7 +248,8 @@ class Model:
         mlp = {"gate_up": (self.hidden, (1 + self.gated) * inner // tp), "down": (inner // tp, self.hidden)}
         if self.recurrent:
             projected, values = self.recurrent.projected // tp, self.recurrent.values // tp
-            mixer = {"qkv": (self.hidden, projected), "proj": (values, self.hidden)}
+            expanded = {name: (inner, outer // tp) for name, (inner, outer) in self.recurrent.expanded.items()}
+            mixer = {"qkv": (self.hidden, projected), **expanded, "proj": (values, self.hidden)}
             return {**mixer, **(mlp if inner else {})}
         return {
             **(self._latent(tp) if self.kv_rank else {"qkv": (self.hidden, self.attended(tp))}),
@@ -215,10 +262,25 @@ class Model:
         down = {"q_down": (self.hidden, self.q_rank)} if self.q_rank else {}
         of_head = self.head_dim - self.rope_dim + self.values
         return {
+            **self.indexer(),
             **down,
             "q_up": (self.q_rank or self.hidden, self.heads * self.head_dim // tp),
             "kv_down": (self.hidden, self.kv_rank + self.rope_dim),
             "kv_up": (self.kv_rank, self.heads * of_head // tp),
+        }
+
+    def indexer(self) -> dict[str, tuple[int, int]]:
+        """(input, output) elements of the linear layers that choose keys, which no rank cuts: of its queries, of its
+        key, and of weights of its heads.
+
+        Reference: DeepSeek-V3.2 (2512.02556), equation 1; deepseek-ai/DeepSeek-V3.2-Exp, inference/model.py (Indexer).
+        """
+        if self.sparse is None or not self.absorbed:
+            return {}
+        return {
+            "index_q": (self.q_rank or self.hidden, self.sparse.index_heads * self.sparse.index_dim),
+            "index_k": (self.hidden, self.sparse.index_dim),
+            "index_w": (self.hidden, self.sparse.index_heads),
         }
 
     def expert(self, tp: int) -> dict[str, tuple[int, int]]:
@@ -242,7 +304,7 @@ class Model:
         dense = sum(inner * outer for inner, outer in self.linears(1).values())
         routed = sum(inner * outer for inner, outer in self.expert(1).values())
         if self.recurrent:
-            dense += (1 + self.recurrent.gates) * self.recurrent.state_elements
+            dense += (1 + self.recurrent.reads) * self.recurrent.state_elements
         return dense + self.hidden * self.experts + self.top_k * routed
 
     def expert_parameters(self, tp: int) -> int:
@@ -313,8 +375,9 @@ class Published:
 
 def model_from(fields: Mapping[str, Any]) -> Model:
     """A model of the fields of a file."""
-    state = fields.get("recurrent")
-    return Model(**{**fields, "recurrent": Recurrent(**state) if state else None})
+    state, sparse = fields.get("recurrent"), fields.get("sparse")
+    given = {"recurrent": Recurrent(**state) if state else None, "sparse": read_sparse(sparse) if sparse else None}
+    return Model(**{**fields, **given})
 
 
 def _published() -> dict[str, Published]:

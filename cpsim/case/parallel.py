@@ -86,6 +86,8 @@ class Parallel:
     (`flex`: DeepEP, HybridEP)."""
     cuda_graphs: CudaGraphs = "none"
     """What hosts launch as CUDA graphs: nothing, attention and routers (`attention`), or whole layers (`layers`)."""
+    mlp_chunks: int = 1
+    """Chunks of a rank's tokens in which the MLP runs, one after the other; the backward pass computes each again."""
 
     @property
     def num_gpus(self) -> int:

@@ -36,17 +36,23 @@ def workload_of(scenario: Scenario) -> Workload:
             documents = lengths
     if scenario.model is None or scenario.part is not None:  # of a step, each microbatch has an order of its own
         documents = as_taken(documents, scenario.mask_name, scenario.strategy, scenario.knobs)
+    heads, kv_heads, head_dim = scenario.heads, scenario.kv_heads, scenario.head_dim
+    value_dim, sparse = scenario.value_dim or 0, None if scenario.sparse is None else read_sparse(scenario.sparse)
+    if scenario.model is not None:
+        model = model_of(scenario)
+        heads, kv_heads, head_dim, values = model.kernel_shape
+        value_dim, sparse = values if model.value_dim or model.absorbed else 0, model.sparse
     return Workload(
         documents=documents,
         mask=scenario.mask_name,
         mask_options=scenario.mask_options,
-        num_heads=scenario.heads,
-        num_kv_heads=scenario.kv_heads,
-        head_dim=scenario.head_dim,
-        value_dim=scenario.value_dim or (model_of(scenario).value_dim if scenario.model is not None else 0),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
         dtype=scenario.dtype,
         cached=scenario.cached or 0,
-        sparse=None if scenario.sparse is None else read_sparse(scenario.sparse),
+        sparse=sparse,
     )
 
 
@@ -60,13 +66,14 @@ def cluster_of(scenario: Scenario) -> Cluster:
 
 
 def model_of(scenario: Scenario) -> Model:
-    """The model of a training step or layer."""
+    """The model of a training step or layer, with how the scenario says that its queries choose their keys."""
     assert scenario.model is not None
-    return (
+    found = (
         MODELS[scenario.model]
         if isinstance(scenario.model, str)
         else model_from(scenario.model.model_dump(exclude_none=True))
     )
+    return found if scenario.sparse is None else replace(found, sparse=read_sparse(scenario.sparse))
 
 
 def lora_of(scenario: Scenario) -> Lora | None:
@@ -127,6 +134,7 @@ def parallel_of(
         ep_overlap=bool(given.ep_overlap),
         dispatcher=given.dispatcher or "alltoall",
         cuda_graphs=given.cuda_graphs or "none",
+        mlp_chunks=given.mlp_chunks or 1,
     )
 
 

@@ -83,12 +83,16 @@ class ParallelSection(BaseModel):
     """How tokens reach their experts; None is by an all-to-all."""
     cuda_graphs: CudaGraphs | None = None
     """What hosts launch as CUDA graphs; None is nothing."""
+    mlp_chunks: Degree | None = None
+    """Chunks in which the MLP runs; None is one."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields that say nothing: these words are the seed of a prediction's draws."""
         later = list(type(self).model_fields)
         later = later[later.index("virtual_pp") :]
-        return [(name, value) for name, value in super().__repr_args__() if name not in later or value is not None]
+        silent = {"mlp_chunks": (None, 1)}
+        said = super().__repr_args__()
+        return [(name, value) for name, value in said if name not in later or value not in silent.get(name, (None,))]
 
     @field_validator("layout", mode="before")
     @classmethod
@@ -126,7 +130,7 @@ class RecurrentSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    kind: Literal["gated_delta", "mamba2"]
+    kind: Literal["gated_delta", "mamba2", "kda"]
     key_heads: Annotated[int, Field(ge=1, le=65536)]
     value_heads: Annotated[int, Field(ge=1, le=65536)]
     key_dim: Annotated[int, Field(ge=1, le=1024)]
@@ -168,13 +172,20 @@ class ModelSection(BaseModel):
     recurrent: RecurrentSection | None = None
     attention_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
     bare_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    sparse: str | Mapping[str, Any] | None = None
+    """How queries choose their keys, as the scenario's own field."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields where they say nothing: these words are the seed of a prediction's draws."""
         later = {"window", "window_pattern", "kv_rank", "q_rank", "rope_dim", "value_dim", "dense_layers"}
-        later |= {"recurrent", "attention_layers", "bare_layers"}
+        later |= {"recurrent", "attention_layers", "bare_layers", "sparse"}
         said = [(name, value) for name, value in super().__repr_args__() if name not in later or value]
         return [(name, value) for name, value in said if name != "gated" or value is False]
+
+    @field_validator("sparse", mode="before")
+    @classmethod
+    def _read_sparse(cls, value: object) -> object:
+        return None if value is None else written(read_sparse(value))
 
     @model_validator(mode="after")
     def _recurs(self) -> Self:
@@ -188,9 +199,8 @@ class ModelSection(BaseModel):
                 f"attention_layers: expected less than {self.layers} layers, and as many as these with bare_layers; "
                 f"got {attend} and {bare}"
             )
-        for name in ("window", "kv_rank", "dense_layers"):
-            if self.recurrent and getattr(self, name):
-                raise ValueError(f"recurrent: does not go with {name}; leave one of them out")
+        if self.recurrent and self.window:
+            raise ValueError("recurrent: does not go with window; leave one of them out")
         return self
 
     @model_validator(mode="after")
@@ -449,10 +459,6 @@ class Scenario(BaseModel):
         if (self.tokens is None) == (self.tokens_per_gpu is None):
             got = "neither" if self.tokens is None else "both"
             raise ValueError(f"tokens: expected either tokens or tokens_per_gpu, got {got}")
-        if self.sparse is not None and self.model is not None:
-            raise ValueError(
-                "sparse: belongs to attention alone; steps and layers have none yet: leave it or model out"
-            )
         total = self.num_tokens
         if total > MAX_TOKENS:
             raise ValueError(
@@ -504,6 +510,7 @@ class Scenario(BaseModel):
         for name in ("context", "parallel", "framework", "precision", "trainable", "offload"):
             if self.part is not None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
+        self._check_sparse()
         if isinstance(self.trainable, LoraSection) and self._has_experts:
             raise ValueError("trainable: adapters cannot be predicted with experts; use all or a dense model")
         if self.part is not None and self._has_experts:
@@ -516,6 +523,29 @@ class Scenario(BaseModel):
             raise ValueError(f"dtype: training steps were measured in bf16, got {self.dtype}")
         if self.context is not None and self.num_tokens % self.context:
             raise ValueError(f"context: expected a divisor of {self.num_tokens} tokens, got {self.context}")
+
+    def _check_sparse(self) -> None:
+        """Whether queries of the model can choose keys like this."""
+        model = MODELS[self.model] if isinstance(self.model, str) else self.model
+        found = self.sparse if self.sparse is not None else getattr(model, "sparse", None)
+        if model is None or found is None:
+            return
+        if self.part is not None:
+            raise ValueError(f"sparse: one {self.part} is predicted with dense attention; leave sparse or part out")
+        latent = read_sparse(found).latent
+        if latent and not model.kv_rank:
+            raise ValueError("sparse: dsa chooses latents, of which the model has none; use a model with kv_rank")
+        if model.kv_rank and not latent:
+            raise ValueError(f"sparse: expected dsa of a model with latents, got {read_sparse(found).kind}")
+        for name in ("window", "recurrent"):
+            if getattr(model, name):
+                raise ValueError(f"sparse: does not go with {name} of the model; leave one of them out")
+        if isinstance(self.trainable, LoraSection):
+            raise ValueError("trainable: adapters are predicted with dense attention; leave it or sparse out")
+        if self.precision not in (None, "bf16") or self.offload:
+            raise ValueError(
+                "sparse: steps are predicted in bf16, and without offload; leave precision and offload out"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Fields by their names in the file, ready for JSON; absent ones are left out."""

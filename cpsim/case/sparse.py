@@ -192,6 +192,8 @@ def read_sparse(value: object) -> Sparse:
         close = nearest(kind, PATTERNS) if isinstance(kind, str) else f"expected {', '.join(PATTERNS)}"
         raise ValueError(f"kind: expected one of {', '.join(PATTERNS)}, got {shown(kind)}; {close}")
     for name, number in given.items():
+        if name not in _OWN[kind] and number == getattr(PATTERNS[str(kind)], name, None):
+            continue
         if name not in _OWN[kind]:
             raise ValueError(f"{shown(name)}: {kind} has {', '.join(_OWN[kind])}")
         if type(number) is not int or not 1 <= number <= MOST:

@@ -537,7 +537,7 @@ def _cut_again(scenario: Scenario, before: Scenario) -> StepAdvice | None:
     """A step as another one was cut, as far as it leaves that open; None where that is no way to cut it."""
     mine = scenario.parallel.model_dump(exclude_none=True, exclude_unset=True) if scenario.parallel else {}
     theirs = before.parallel.model_dump(exclude_none=True) if before.parallel else {}
-    kept = ("tp", "pp", "cp", "ep", "virtual_pp", "sharding", "replicate", "recompute", "loss_chunks")
+    kept = ("tp", "pp", "cp", "ep", "virtual_pp", "sharding", "replicate", "recompute", "loss_chunks", "mlp_chunks")
     section = {name: theirs[name] for name in kept if name in theirs} | mine
     asked = {"parallel": section, "strategy": before.strategy, "knobs": dict(before.knobs)}
     try:

@@ -35,6 +35,8 @@ from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import GemmParams
 from cpsim.models.network.collective import CollectiveParams, Curve
 from cpsim.models.parameters import POWER_OF_CLOCK, LayerCosts, Profile
+from cpsim.models.rates import moved_rates
+from cpsim.models.recurrent import costs_on
 
 DATA_SHEET: Final = "data-sheet"
 """What scenarios name as their profile for costs that are derived from the description of the cluster's GPU."""
@@ -245,6 +247,8 @@ def moved(profile: Profile, theirs: Gpu, gpu: Gpu) -> Profile:
         sigma=_moved_sigma(profile, theirs, gpu, frozenset(attention)),
         held_out=(),
         layers=profile.layers and _moved_layers(profile.layers, theirs, gpu),
+        scans=profile.scans and costs_on(gpu, theirs, profile.scans),
+        sparse=profile.sparse and moved_rates(profile.sparse, theirs, gpu),
     )
 
 

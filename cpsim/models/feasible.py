@@ -50,11 +50,22 @@ class Limits:
     """Values of another size than keys: none, or whether anybody has measured them."""
     max_head_dim: int = 256
     """1024 is the most that a scenario has."""
+    latents: bool = False
+    """Forward, keys and values as in ``LATENT``."""
+
+
+LATENT: Final = (576, 512)
+"""Elements of keys, and of values that are a part of them, in absorbed multi-head latent attention.
+
+Source: flash-attn 3, hopper/flash_api.cpp (``qv``: queries of 512 elements more, forward alone); FlashMLA, README
+(dense decoding and sparse prefill, forward alone; prefill of 192 and 128 elements on Blackwell). No package that was
+read has a backward pass of dense attention to latents.
+"""
 
 
 LIMITS: Final = {
     "fa2": Limits(windows="both"),
-    "fa3": Limits(windows="both", values="unmeasured"),
+    "fa3": Limits(windows="both", values="unmeasured", latents=True),
     "fa4": Limits(windows="both", values="unmeasured"),
     "cudnn": Limits(
         varlen=False, batches=True, unequal_causal=False, places_results=False, windows="causal", values="measured"
@@ -143,7 +154,9 @@ def check_calls(
         InfeasibleError: it cannot; says which call it would have to make.
     """
     limits, head_bytes = limits_of(kernel, direct), mean_head_bytes(head_dim, value_dim, dtype)
-    if value_dim not in (0, head_dim):
+    if (head_dim, value_dim) == LATENT:
+        _check_latents(kernel, limits, backward=bool((schedule.kind == Kind.ATTENTION_BACKWARD).any()))
+    elif value_dim not in (0, head_dim):
         _check_values(kernel, limits, head_dim, value_dim)
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
@@ -179,6 +192,17 @@ def check_calls(
             f"kernel {kernel} has no causal call with {found.q_len[example]} queries on "
             f"{found.k_len[example]} keys, which this strategy needs; use fa2 or fa4"
         )
+
+
+def _check_latents(kernel: str, limits: Limits, *, backward: bool) -> None:
+    expanded = "use head_dim: 192, value_dim: 128 and as many kv_heads as heads, which is the same attention expanded"
+    sizes = f"keys of {LATENT[0]} elements whose first {LATENT[1]} are values"
+    if not limits.latents:
+        takes = " and ".join(name for name, one in LIMITS.items() if one.latents)
+        raise InfeasibleError(f"kernel {kernel} does not take {sizes}, {takes} does, forward; {expanded}")
+    if backward:
+        raise InfeasibleError(f"kernel {kernel} takes {sizes} forward alone; {expanded}, or ask for pass: fwd")
+    raise UnmeasuredError(f"kernel {kernel} takes {sizes} forward alone, and nobody has measured what they cost here")
 
 
 def _check_values(kernel: str, limits: Limits, head_dim: int, value_dim: int) -> None:

@@ -21,6 +21,8 @@ from cpsim.models.gemm import GemmParams
 from cpsim.models.host import HostParams
 from cpsim.models.network.collective import CollectiveParams
 from cpsim.models.network.interference import InterferenceParams
+from cpsim.models.rates import Rates
+from cpsim.models.recurrent import RecurrentCosts
 from cpsim.units import CLOSED, ByName, Quantity
 
 Floats = NDArray[np.float64]
@@ -107,6 +109,11 @@ class Profile:
     """Logarithm of how much longer a kernel takes after seconds at the power limit than in the calls that it was fitted
     to, which take tenths of a second: `fa2 fwd`, and `others` for those that nobody ran for so long, matrix products
     (`matrix products`) among them; `in turns`: beyond that in the turns of a layer."""
+    scans: RecurrentCosts | None = None
+    """Layers with a state, where they were measured; None: those that ship stand in, see `cpsim.models.recurrent`."""
+    sparse: ByName[Rates] | None = None
+    """Kernels of attention to chosen keys by kernel and pass, where they were measured; those that ship stand in for
+    others, see `cpsim.models.sparse`."""
 
     def attention_params(self, kernel: str, pass_: str) -> AttentionParams:
         """Parameters of one kernel and pass (`fwd` or `bwd`).

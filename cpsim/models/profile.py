@@ -216,6 +216,8 @@ def _data(profile: Profile) -> dict[str, Any]:
             value = {" ".join(key): _attention_data(params) for key, params in value.items()}
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = {name: part for name, part in dataclasses.asdict(value).items() if part is not None}
+        elif field.name == "sparse" and value is not None:
+            value = {name: dataclasses.asdict(rates) for name, rates in value.items()}
         if value is not None:
             data[field.name] = value
     return dict(_rounded(data))

@@ -8,9 +8,9 @@ of the scan counts as traffic, states of chunks included. One kernel walks over 
 thread block for each head and block of values: where these are fewer than a GPU holds, its time does not fall with
 heads. Time is linear in tokens, and documents only shorten the walk.
 
-Parameters are fitted to isolated kernels of one GPU (``python -m cpsim.calibrate.fit_recurrent``) and moved to others
-as other kernels are: traffic is bound by memory or, as these kernels reach a share of its bandwidth, by SMs and their
-clock, which overlap; steps follow the clock; calls stay.
+Parameters are fitted to isolated kernels of one GPU (``python -m cpsim.calibrate.fit_recurrent``). A profile may have
+its own; to GPUs of others those that ship are moved as other kernels are: traffic is bound by memory or, as these
+kernels reach a share of its bandwidth, by SMs and their clock, which overlap; steps follow the clock; calls stay.
 
 References: Yang, Kautz, Hatamizadeh, Gated Delta Networks (2024), section 3.3 (chunks of the delta rule); Dao, Gu,
 Transformers are SSMs (2024), section 6 (chunks of SSD); which tensors kernels read and write: flash-linear-attention
@@ -25,13 +25,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
+from pydantic import ConfigDict
 
 from cpsim.case.gpu import Gpu
 from cpsim.case.model import Recurrent
 from cpsim.errors import NotMeasuredError
+from cpsim.units import CLOSED, ByName, Quantity, Seconds, SecondsPerByte
 
 ELEMENT_BYTES: Final = 2
 OVERLAP: Final = 6.0
@@ -99,13 +101,15 @@ class Scan:
 class ScanParams:
     """One kernel and pass on one GPU type."""
 
-    call_s: float
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    call_s: Seconds
     """Of all kernels of a call."""
-    byte_s: float
+    byte_s: SecondsPerByte
     """Per byte of traffic."""
-    step_s: float
+    step_s: Seconds
     """Of the walk."""
-    slots: float
+    slots: Annotated[float, Quantity("thread blocks", 1, 1e6)]
     """Thread blocks of the walk that run at once."""
 
 
@@ -113,21 +117,26 @@ class ScanParams:
 class SweepParams:
     """A memory-bound kernel that goes with a scan."""
 
-    latency_s: float
-    byte_s: float
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    latency_s: Seconds
+    byte_s: SecondsPerByte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentCosts:
     """All of one GPU type."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
     gpu: str
+    """Its name in `cpsim/data/gpus.json`."""
     source: str
-    scans: Mapping[tuple[str, str], ScanParams]
-    """By kernel and pass."""
-    sweeps: Mapping[str, SweepParams]
+    scans: ByName[ScanParams]
+    """By kernel and pass, as in `kda fwd`."""
+    sweeps: ByName[SweepParams]
     """By kind of `cpsim.real.measure.linear`."""
-    sigma: float
+    sigma: Annotated[float, Quantity("", 0, 10)]
     """Standard deviation, relative, of held-out points."""
 
     def scan_s(self, scan: Scan, pass_: str, lens: Sequence[int]) -> float:
@@ -150,10 +159,10 @@ class RecurrentCosts:
         return one.latency_s + one.byte_s * nbytes
 
     def _of(self, kernel: str, pass_: str) -> ScanParams:
-        if (kernel, pass_) not in self.scans:
-            known = ", ".join(sorted({name for name, _ in self.scans}))
+        if f"{kernel} {pass_}" not in self.scans:
+            known = ", ".join(sorted({name.split()[0] for name in self.scans}))
             raise NotMeasuredError(f"scans of {kernel} were not measured; those of {known} were")
-        return self.scans[kernel, pass_]
+        return self.scans[f"{kernel} {pass_}"]
 
 
 def scan_of(layer: Recurrent, parts: int = 1) -> Scan:
@@ -170,11 +179,11 @@ def scan_of(layer: Recurrent, parts: int = 1) -> Scan:
 
 def saved_bytes(layer: Recurrent, tokens: int) -> int:
     """What a scan keeps for its backward pass beside its inputs and output: gates in fp32, and of the delta rule a
-    matrix of pairs of each chunk; states of chunks are made again.
+    matrix of pairs of each chunk, of KDA two; states of chunks are made again.
 
     Source: the same packages (``save_for_backward``).
     """
-    pairs = ELEMENT_BYTES * CHUNK[layer.kind] if layer.kind != "mamba2" else 0
+    pairs = ELEMENT_BYTES * CHUNK[layer.kind] * {"mamba2": 0, "gated_delta": 1, "kda": 2}[layer.kind]
     return tokens * layer.value_heads * (4 * layer.gates + pairs)
 
 
@@ -189,8 +198,12 @@ DATA: Final = Path(__file__).parent.with_name("data") / "recurrent.json"
 @lru_cache
 def measured(path: Path = DATA) -> RecurrentCosts:
     """Costs of the GPU that was measured; the file is what ``cpsim.calibrate.fit_recurrent`` writes."""
-    row = json.loads(path.read_text(encoding="utf-8"))
-    scans = {tuple(name.split()): ScanParams(**each) for name, each in row["scans"].items()}
+    return costs_of(json.loads(path.read_text(encoding="utf-8")))
+
+
+def costs_of(row: Mapping[str, Any]) -> RecurrentCosts:
+    """Costs of what a fit has found."""
+    scans = {name: ScanParams(**each) for name, each in row["scans"].items()}
     sweeps = {name: SweepParams(**each) for name, each in row["sweeps"].items()}
     return RecurrentCosts(gpu=row["gpu"], source=row["source"], scans=scans, sweeps=sweeps, sigma=row["sigma"])
 

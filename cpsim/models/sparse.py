@@ -1,11 +1,9 @@
 """What kernels of sparse attention take: sums of what they do, with rates fitted to isolated measurements.
 
-    seconds = call + rate_1 * work_1 + rate_2 * work_2 + ...
-
-The kinds of work of every kernel are ``WORK``; rates are in ``cpsim/data/sparse.json``, which ``python -m
-studies.sparse --fit`` makes from points that ``cpsim.real.measure.sparse`` measured on an H200. Other GPUs differ by
-the peak of their tensor cores in FLOP, and by the bandwidth of their memory in all else. What was not measured as it
-runs says so and has a wide interval:
+The kinds of work of every kernel are in ``cpsim.models.rates``. A profile may have rates of its own. Others are in
+``cpsim/data/sparse.json``, which ``python -m cpsim.calibrate.fit_sparse`` makes from points that
+``cpsim.real.measure.sparse`` measured on an H200; other GPUs differ by the peak of their tensor cores in FLOP, and by
+the bandwidth of their memory in all else. What was not measured as it runs says so and has a wide interval:
 
 * lists of blocks run at the rate of a causal window;
 * a kernel without points, as those of ``nsa``, runs at ``SHARE`` of the peak, and moves what it reads and writes at the
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -31,6 +29,8 @@ from cpsim.case.workload import Workload
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import Tiles
 from cpsim.models.conditions import Conditions
+from cpsim.models.profile import Profile
+from cpsim.models.rates import WORK, Call, Rates, moved_rates
 from cpsim.schedule.schedule import Kind, Schedule
 
 Floats = NDArray[np.float64]
@@ -49,8 +49,6 @@ CALL_S: Final = 2e-5
 BYTES: Final[Mapping[str, float]] = {"rows": 4.0, "pairs": 12.0, "queries": 0.0, "gates": 12.0, "moved": 6.0}
 """Read and written for a piece of work, where a kernel has no points: bf16 once each way, scores in fp32 three times;
 assumed."""
-OF_MEMORY: Final = ("index fwd", "attend_keys fwd", "attend_keys bwd")
-"""Kernels whose FLOP take as long as memory does: PyTorch writes scores and gathered keys out."""
 _CODE: Final = {
     "dsa": "kernels of PyTorch, which writes scores and gathered keys out; fused ones are several times as fast",
     "nsa": "kernels of fla-core",
@@ -58,77 +56,6 @@ _CODE: Final = {
     "blocks": "kernels of PyTorch's flash attention",
 }
 _PASS: Final = {"fwd": "forward", "bwd": "backward"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of a kernel; heads are those of the call."""
-
-    queries: float
-    pairs: float
-    """Of queries and keys, or candidates, whatever the number of heads."""
-    heads: float
-    key: float = 1.0
-    """Elements."""
-    value: float = 0.0
-    top_k: float = 1.0
-    blocks: float = 0.0
-    """Candidates of the last query."""
-
-
-def _flop(call: Call) -> float:
-    return 2 * call.pairs * call.heads * (call.key + call.value)
-
-
-def _rows(call: Call) -> float:
-    return call.queries * call.heads * (call.key + call.value)
-
-
-WORK: Final[Mapping[str, Sequence[str]]] = {
-    "index fwd": ("flop",),
-    "choose_keys fwd": ("pairs", "queries"),
-    "attend_keys fwd": ("flop",),
-    "attend_keys bwd": ("flop",),
-    "compress_attend fwd": ("flop", "rows"),
-    "compress_attend bwd": ("flop", "rows"),
-    "choose_blocks fwd": ("flop", "rows"),
-    "attend_blocks fwd": ("flop", "rows"),
-    "attend_blocks bwd": ("flop", "rows"),
-    "window fwd": ("flop",),
-    "window bwd": ("flop",),
-    "moba fwd": ("flop", "gates", "moved"),
-    "moba bwd": ("flop", "moved"),
-}
-"""By kernel and pass: FLOP of the forward pass; rows, elements of queries and outputs; gates, scores of all queries and
-blocks; moved, elements of queries that are copied for each of their blocks."""
-
-
-def work(call: Call) -> dict[str, float]:
-    """What a call does, by kind."""
-    return {
-        "flop": _flop(call),
-        "rows": _rows(call),
-        "pairs": call.pairs,
-        "queries": call.queries,
-        "gates": call.queries * call.blocks * call.heads,
-        "moved": call.queries * call.heads * call.key * call.top_k,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """One kernel's."""
-
-    call_s: float
-    of_work_s: Mapping[str, float]
-    sigma: float
-    """Standard deviation, relative, of lengths that the fit did not see."""
-
-    def seconds(self, call: Call, *, only: Sequence[str] | None = None) -> float:
-        """Of a call, or of some kinds of its work alone, without the call itself."""
-        done = work(call)
-        kinds = self.of_work_s if only is None else only
-        return (self.call_s if only is None else 0.0) + sum(self.of_work_s[kind] * done[kind] for kind in kinds)
 
 
 @cache
@@ -141,16 +68,15 @@ def rates() -> Mapping[str, Rates]:
 
 @cache
 def rates_on(gpu: Gpu) -> Mapping[str, Rates]:
-    """Rates on another GPU, by its description."""
+    """Rates that ship on another GPU, by its description."""
     measured = find_gpu(MEASURED_ON)
     assert measured is not None
-    flop = measured.peak_flops_per_s / gpu.peak_flops_per_s
-    memory = measured.memory_bandwidth_bytes_per_s / gpu.memory_bandwidth_bytes_per_s
-    found = {}
-    for name, one in rates().items():
-        moved = {k: r * (flop if k == "flop" and name not in OF_MEMORY else memory) for k, r in one.of_work_s.items()}
-        found[name] = replace(one, of_work_s=moved)
-    return found
+    return moved_rates(rates(), measured, gpu)
+
+
+def rates_of(profile: Profile, gpu: Gpu) -> Mapping[str, Rates]:
+    """Rates of a profile, and those that ship where it has none."""
+    return {**rates_on(gpu), **(profile.sparse or {})}
 
 
 def described(name: str) -> Rates:
@@ -211,7 +137,7 @@ def op_seconds(schedule: Schedule, ops: Ints, given: Conditions) -> Floats:
     known: dict[tuple[int, int, int, int], float] = {}
     counted: dict[int, _Counts] = {}
     found = np.zeros(len(ops))
-    of = rates_on(given.cluster.gpu)
+    of = rates_of(given.profile, given.cluster.gpu)
     for i, op in enumerate(ops.tolist()):
         tile, kind = int(schedule.tile[op]), int(schedule.kind[op])
         heads, kv_heads = int(schedule.heads[op, 1]), int(schedule.heads[op, 3])
@@ -252,12 +178,6 @@ def _seconds(workload: Workload, kind: Kind, counts: _Counts, heads: int, of: Ma
     return of[f"window {suffix}"].seconds(attend)
 
 
-def _names(workload: Workload, pass_: str) -> tuple[list[str], bool]:
-    """Kernels of a pass, and whether all of them were measured as they are."""
-    names, whole = _kernels(workload, pass_)
-    return names, whole and all(rates()[name].sigma < UNMEASURED_SIGMA for name in names)
-
-
 def _kernels(workload: Workload, pass_: str) -> tuple[list[str], bool]:
     """Kernels of a pass, and whether these are the ones that it runs."""
     assert workload.sparse is not None
@@ -273,13 +193,13 @@ def _kernels(workload: Workload, pass_: str) -> tuple[list[str], bool]:
     return [f"window {pass_}"], False
 
 
-def sigma(given: Conditions, pass_: str) -> float:
+def sigma(workload: Workload, profile: Profile, gpu: Gpu, pass_: str) -> float:
     """Standard deviation, relative, of a pass's kernels."""
-    assert given.sparse is not None
-    names, measured = _names(given.sparse, pass_)
-    parts = [max(rates()[name].sigma for name in names)]
-    parts += [] if measured else [UNMEASURED_SIGMA]
-    parts += [] if _is_measured(given) else [OTHER_GPU_SIGMA]
+    (names, whole), of = _kernels(workload, pass_), rates_of(profile, gpu)
+    whole = whole and all(of[name].sigma < UNMEASURED_SIGMA for name in names)
+    parts = [max(of[name].sigma for name in names)]
+    parts += [] if whole else [UNMEASURED_SIGMA]
+    parts += [] if _is_measured(profile, gpu, names) else [OTHER_GPU_SIGMA]
     return float(np.hypot.reduce(parts))
 
 
@@ -289,10 +209,11 @@ def notes(given: Conditions, pass_: str) -> Iterator[str]:
     assert workload is not None
     assert workload.sparse is not None
     sparse = workload.sparse
-    _, measured = _names(workload, pass_)
+    (names, measured), of = _kernels(workload, pass_), rates_of(given.profile, given.cluster.gpu)
+    measured = measured and all(of[name].sigma < UNMEASURED_SIGMA for name in names)
     about, gpu = f"sparse {sparse.kind}", given.cluster.gpu.name
     yield f"{about}: {_CODE[sparse.kind]}; {given.kernel} stands for their power alone"
-    if not _is_measured(given):
+    if not _is_measured(given.profile, given.cluster.gpu, names):
         yield f"{about}: not measured on {gpu}, from {MEASURED_ON.upper()} in proportion to peak and bandwidth"
     if not measured:
         yield f"{about}: the {_PASS[pass_]} pass is not measured as it runs; its interval is as wide as a guess"
@@ -301,6 +222,9 @@ def notes(given: Conditions, pass_: str) -> Iterator[str]:
         yield "sparse dsa: the indexer's own training is not counted"
 
 
-def _is_measured(given: Conditions) -> bool:
-    mine, measured = find_gpu(given.cluster.gpu.name), find_gpu(MEASURED_ON)
+def _is_measured(profile: Profile, gpu: Gpu, names: Sequence[str]) -> bool:
+    """Whether kernels were measured on this GPU."""
+    if profile.sparse and {*names} <= profile.sparse.keys():
+        return True
+    mine, measured = find_gpu(gpu.name), find_gpu(MEASURED_ON)
     return mine is not None and mine == measured

@@ -10,10 +10,11 @@ from typing import Final
 import numpy as np
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.gpu import find_gpu, gpu_of_driver
+from cpsim.case.gpu import Gpu, find_gpu, gpu_of_driver
 from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.resolve import flops_of, model_of, notes_of
 from cpsim.case.scenario import Scenario
+from cpsim.case.workload import Workload
 from cpsim.errors import CpsimError, InfeasibleError, MachineError
 from cpsim.models import sparse
 from cpsim.models.cost_models import GROUPS
@@ -314,8 +315,7 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
     words = f"{case.code.name} {case.scenario.kernel}"
     profile, given = case.profile, case.conditions()
     if given.sparse is not None:
-        wider = {f"attention {one} {given.kernel}": sparse.sigma(given, one) for one in ("fwd", "bwd")}
-        profile = replace(profile, sigma={**profile.sigma, **wider})
+        profile = _of_chosen(profile, given.sparse, given.cluster.gpu, given.kernel)
     return draws_of(
         profile,
         case.cluster,
@@ -325,6 +325,12 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
         steady=case.scenario.protocol == "streamed",
         seed=seed_of(words, *(schedule for one in passes for schedule in one.schedules)),
     )
+
+
+def _of_chosen(profile: Profile, workload: Workload, gpu: Gpu, kernel: str) -> Profile:
+    """With the uncertainty of kernels of chosen keys in place of that of a dense one."""
+    wider = {f"attention {one} {kernel}": sparse.sigma(workload, profile, gpu, one) for one in ("fwd", "bwd")}
+    return replace(profile, sigma={**profile.sigma, **wider})
 
 
 def _less_sure(profile: Profile, scenario: Scenario) -> Profile:
@@ -344,8 +350,11 @@ def step_prediction(case: Case, step: Step, changes: Sequence[Change] | None = N
     """
     scenario = case.scenario
     label = f"{scenario.strategy} {sorted(scenario.knobs.items())} {scenario.kernel} {scenario.parallel}"
+    profile, workload = _less_sure(case.profile, scenario), case.workload
+    if workload.sparse is not None:
+        profile = _of_chosen(profile, workload, case.cluster.gpu, scenario.kernel)
     drawn = draws_of(
-        _less_sure(case.profile, scenario),
+        profile,
         case.cluster,
         scenario.kernel,
         captured=case.code.captured,

@@ -31,7 +31,7 @@ from cpsim.prediction.predict import step_prediction
 from cpsim.prediction.results import TIE, Prediction, Refusal, inseparable
 from cpsim.prediction.step.opened import Opened
 from cpsim.prediction.step.step import Step
-from cpsim.prediction.step_changes import CHUNKS, RECOMPUTE
+from cpsim.prediction.step_changes import CHUNKS, RECOMPUTE, TILES
 from cpsim.prediction.steps import SLOW_PLANS, StepCase
 from cpsim.runtime.processes import Progress
 
@@ -72,7 +72,7 @@ class StepCandidate:
     def effort(self) -> tuple[int, ...]:
         """What has to be set up: kinds of parallelism, savings of memory, knobs; then how many chunks and stages."""
         cut, scenario = self.parallel, self.prediction.scenario
-        kinds = (cut.tp, cut.pp, cut.cp, cut.ep, cut.virtual_pp, cut.replicate, cut.loss_chunks)
+        kinds = (cut.tp, cut.pp, cut.cp, cut.ep, cut.virtual_pp, cut.replicate, cut.loss_chunks, cut.mlp_chunks)
         several = sum(number > 1 for number in kinds)
         return several + (cut.recompute != "none"), len(scenario.knobs), cut.virtual_pp, cut.pp, cut.tp
 
@@ -241,7 +241,9 @@ class _Search:
             kinds = kinds[:1]  # nothing is exchanged again
         parts = self.section.loss_chunks is None and (self.steps.framework.parts_loss or not self.named)
         chunks = [layout.loss_chunks, *(CHUNKS if parts else ())]
-        return [{"recompute": kind, "loss_chunks": parts} for kind in kinds for parts in dict.fromkeys(chunks)]
+        found = [{"recompute": kind, "loss_chunks": parts} for kind in kinds for parts in dict.fromkeys(chunks)]
+        tiles = self.named and self.section.mlp_chunks is None and self.steps.framework.tiles_mlp and layout.tp == 1
+        return [*found, {**found[-1], "mlp_chunks": TILES}] if tiles else found
 
     def _sharded(self, layout: Parallel) -> Iterator[Parallel]:
         """Kinds of sharding, and groups of it; the last needs the least memory."""

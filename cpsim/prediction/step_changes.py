@@ -19,6 +19,8 @@ SHARDING: Final[tuple[Sharding, ...]] = ("none", "zero1", "zero2", "fsdp")
 """The least first."""
 CHUNKS: Final = (8, 64)
 """Parts of the loss that are tried."""
+TILES: Final = 16
+"""Chunks of the MLP that are tried."""
 NAMED: Final = 3
 """Changes that an answer names."""
 Fields = Mapping[str, str | int]
@@ -56,6 +58,8 @@ def changes(parallel: Parallel, framework: Framework, gpus_per_node: int) -> Ite
     for chunks in CHUNKS:
         if chunks > parallel.loss_chunks:
             yield {"loss_chunks": chunks}, replace(parallel, loss_chunks=chunks)
+    if framework.tiles_mlp and parallel.tp == parallel.mlp_chunks == 1:
+        yield {"mlp_chunks": TILES}, replace(parallel, mlp_chunks=TILES)
     for name in ("tp", "cp"):
         factor = 2
         while parallel.dp % factor == 0 and (name == "cp" or parallel.tp * factor <= gpus_per_node):

@@ -199,8 +199,8 @@ class StepCase:
         """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""
         shards = (parallel.shards, parallel.replicate) if parallel.sharding == "fsdp" else ()
         alone = parallel.alone if parallel.ep_overlap else 1.0
-        experts = parallel.ep, parallel.dispatcher, alone
-        return parallel.tp, parallel.tp_overlap, *experts, parallel.recompute, parallel.loss_chunks, *shards
+        experts, chunks = (parallel.ep, parallel.dispatcher, alone), (parallel.loss_chunks, parallel.mlp_chunks)
+        return parallel.tp, parallel.tp_overlap, *experts, parallel.recompute, *chunks, *shards
 
     def _code(self, parallel: Parallel) -> Implementation:
         """Whose attention runs."""

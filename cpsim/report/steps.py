@@ -79,10 +79,11 @@ def _cut(one: StepCandidate) -> str:
 
 
 def _sharded(one: StepCandidate) -> str:
-    """Sharding, recomputation and chunks of the loss in words."""
+    """Sharding, recomputation and chunks of the loss and the MLP in words."""
     cut = one.parallel
     groups = f" in {cut.replicate} groups" if cut.replicate > 1 else ""
     chunks = f", loss_chunks {cut.loss_chunks}" if cut.loss_chunks > 1 else ""
+    chunks += f", mlp_chunks {cut.mlp_chunks}" if cut.mlp_chunks > 1 else ""
     return f"sharding {cut.sharding}{groups}, recompute {cut.recompute}{chunks}"
 
 
@@ -152,6 +153,7 @@ def candidate_row(one: StepCandidate) -> tuple[str, ...]:
     """Cells under ``COLUMNS`` but the first."""
     cut, p = one.parallel, one.prediction
     extra = [f"{cut.replicate} groups"] * (cut.replicate > 1) + [f"{cut.loss_chunks} chunks"] * (cut.loss_chunks > 1)
+    extra += [f"{cut.mlp_chunks} of the MLP"] * (cut.mlp_chunks > 1)
     return (
         str(cut.tp),
         f"{cut.pp} x {cut.virtual_pp}" if cut.virtual_pp > 1 else str(cut.pp),

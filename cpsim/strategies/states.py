@@ -4,8 +4,9 @@ A layer of gated linear attention or of a state-space model reads its tokens in 
 
     state_t = T_t state_{t-1} + k_t x_t^T,  out_t = state_t^T q_t,
 
-with T_t = decay_t (Mamba-2) or (I - strength_t k_t k_t^T) decay_t (delta rule), so that what a shard of tokens does to
-a state is affine: state_after = T state_before + own. Ranks hold consecutive shards, the first rank the first tokens.
+with T_t = decay_t (Mamba-2) or (I - strength_t k_t k_t^T) decay_t (delta rule), where decay_t is a number or, in Kimi
+Delta Attention, a diagonal matrix, so that what a shard of tokens does to a state is affine:
+state_after = T state_before + own. Ranks hold consecutive shards, the first rank the first tokens.
 Three exchanges bring each rank the state before its shard, or spare it:
 
 * ``ring``: a rank adds its own to what comes from the rank before and sends the result on, one after another.
@@ -54,9 +55,15 @@ class Shard:
     k_TGK: Floats
     v_THV: Floats
     log_decay_TH: Floats
-    """Logarithm of what a token leaves of the state; -inf where a document begins."""
+    """Logarithm of what a token leaves of the state; -inf where a document begins. ``[T, H, K]`` where every key
+    dimension has its own."""
     strength_TH: Floats | None = None
     """Of the delta rule; None without it."""
+
+    def decays(self) -> Floats:
+        """What a token leaves of the rows of a state, ``[T, H, K or 1, 1]``."""
+        found = np.exp(self.log_decay_TH)
+        return np.asarray(found.reshape(*found.shape[:2], -1, 1))
 
     def heads(self, part: slice, groups: slice) -> Shard:
         """Some value heads, and the key heads that they read."""
@@ -80,9 +87,9 @@ def scan(shard: Shard, state_HKV: Floats | None = None) -> tuple[Floats, Floats]
     num_tokens, heads, value_dim = shard.v_THV.shape
     q, k = (np.repeat(x, heads // x.shape[1], axis=1) for x in (shard.q_TGK, shard.k_TGK))
     state = np.zeros((heads, k.shape[-1], value_dim)) if state_HKV is None else state_HKV
-    out_THV, decay = np.zeros((num_tokens, heads, value_dim)), np.exp(shard.log_decay_TH)
+    out_THV, decay = np.zeros((num_tokens, heads, value_dim)), shard.decays()
     for t in range(num_tokens):
-        state = decay[t, :, None, None] * state
+        state = decay[t] * state
         x_HV = shard.v_THV[t]
         if shard.strength_TH is not None:
             x_HV = shard.strength_TH[t, :, None] * (x_HV - np.einsum("hkv,hk->hv", state, k[t]))
@@ -96,8 +103,8 @@ def transition(shard: Shard) -> Floats:
     heads = shard.v_THV.shape[1]
     k = np.repeat(shard.k_TGK, heads // shard.k_TGK.shape[1], axis=1)
     found = np.broadcast_to(np.eye(k.shape[-1]), (heads, k.shape[-1], k.shape[-1])).copy()
-    for t, decay in enumerate(np.exp(shard.log_decay_TH)):
-        found *= decay[:, None, None]
+    for t, decay in enumerate(shard.decays()):
+        found *= decay
         if shard.strength_TH is not None:
             erased = np.einsum("hk,hkj->hj", k[t], found)
             found -= shard.strength_TH[t, :, None, None] * k[t, :, :, None] * erased[:, None]

@@ -61,6 +61,7 @@ STEPS = [
     {**STEP, "strategy": "none", "model": {**SHAPE, **EXPERTS}, "parallel": {"tp": 2, "ep": 4}, "mask": "causal"},
     {**STEP, "strategy": "none", "model": {**SHAPE, **EXPERTS, **LATENT}, "parallel": {"tp": 2}, "mask": "causal"},
     {**STEP, "strategy": "none", "model": SHAPE, "offload": "activations", "parallel": {"tp": 2}},
+    {**STEP, "strategy": "none", "model": SHAPE, "framework": "huggingface", "parallel": {"mlp_chunks": 4}},
     {**STEP, "strategy": "none", "model": SHAPE, "trainable": {"lora": 16, "modules": ["qkv"], "dropout": 0.1}},
     {**STEP, "strategy": "none", "model": {**SHAPE, "window": 512, "window_pattern": 2}, "parallel": {"tp": 2}},
     {**STEP, "strategy": "none", "model": SHAPE, "documents": {"distribution": "pile", "seed": 1, "max_length": 4096}},

@@ -62,6 +62,7 @@ def read(text: str, path: str) -> Reading:
             "context": s.number("max_length", "max_seq_length", "cutoff_len"),
             "sequences": local * (grown or 1) * replicas if local and replicas else None,
             "compile": True if s.flag("torch_compile") else None,
+            "offload": "activations" if s.flag("activation_offloading") else None,
             "strategy": strategy,
             "knobs": dict(knobs) or None,
         }
@@ -115,9 +116,11 @@ def write(scenario: Scenario, parallel: Parallel, gpus_per_node: int) -> str:
     nodes, batch = -(-scenario.gpus // gpus_per_node), parallel.batch or sequences_of_a_replica(scenario, parallel)
     length = scenario.context or scenario.num_tokens // (parallel.dp * parallel.microbatches * batch)
     again = str(parallel.recompute == "full").lower()
+    offload = ", activation_offloading=True" if scenario.offload else ""
     lines = [
         f"# SFTConfig(max_length={length}, per_device_train_batch_size={batch}, packing=True, bf16=True,",
-        f"#   gradient_accumulation_steps={parallel.microbatches}, torch_compile={bool(scenario.compile)})",
+        f"#   gradient_accumulation_steps={parallel.microbatches}, torch_compile={bool(scenario.compile)}{offload})",
+        *([f"# Axolotl: tiled_mlp: true, tiled_mlp_num_shards: {parallel.mlp_chunks}"] * (parallel.mlp_chunks > 1)),
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {'FSDP' if parallel.sharding == 'fsdp' else 'MULTI_GPU'}",
         "mixed_precision: bf16",

@@ -5,11 +5,11 @@ Reference: transformers 4.57, models/*/configuration_*.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from cpsim.case.files import parse_json
+from cpsim.case.formats.hybrid import layers_of
 from cpsim.case.formats.reading import Reading, Settings, without_none
 from cpsim.errors import ScenarioError, shown
 
@@ -32,18 +32,18 @@ CAUSAL_LM: Final = {
     "seed_oss": (),
     "deepseek_v2": (),
     "deepseek_v3": ("multi-token prediction",),
+    "deepseek_v32": ("multi-token prediction",),
     "kimi_k2": (),
     "qwen3_next": ("norms of queries and keys", "gates of attention's output", "multi-token prediction"),
     "nemotron_h": ("layers without rotary positions",),
     "glm4_moe": ("norms of queries and keys", "multi-token prediction"),
+    "kimi_linear": ("attention without rotary positions",),
 }
 """Types of models whose layers a step can say, each with what it has besides."""
 CANNOT: Final = {
-    "deepseek_v32": "an indexer chooses the keys of every query",
     "llama4": "three of four layers attend within chunks",
     "llama4_text": "three of four layers attend within chunks",
     "gemma2": "attention scores are capped, which flash attention kernels were not measured with",
-    "kimi_linear": "layers with a state keep each key dimension by a gate of its own",
     "mamba2": "no layer attends",
     "jamba": "most layers are state spaces",
     "gpt2": "layers have LayerNorm, biases and a plain MLP",
@@ -125,14 +125,27 @@ def _model(s: Settings, kind: str) -> dict[str, Any]:
         "ffn": s.needed("intermediate_size", "moe_intermediate_size"),
         "vocab": s.needed("vocab_size"),
         "experts": experts or None,
-        "top_k": s.needed("num_experts_per_tok", "experts_per_token") if experts else None,
+        "top_k": s.needed("num_experts_per_tok", "num_experts_per_token", "experts_per_token") if experts else None,
         "expert_ffn": inner if experts else None,
-        "shared_experts": -(-shared // inner) if experts and shared and inner else s.number("n_shared_experts"),
+        "shared_experts": (
+            -(-shared // inner) if experts and shared and inner else s.number("n_shared_experts", "num_shared_experts")
+        ),
         "dense_layers": dense or None,
         "window": window,
         "window_pattern": pattern,
+        "sparse": _indexer(s) if kind == "deepseek_v32" else None,
     }
     return without_none(model)
+
+
+def _indexer(s: Settings) -> dict[str, Any]:
+    """How an indexer chooses keys."""
+    return {
+        "kind": "dsa",
+        "top_k": s.needed("index_topk"),
+        "index_heads": s.needed("index_n_heads"),
+        "index_dim": s.needed("index_head_dim"),
+    }
 
 
 def _recurrent(s: Settings, kind: str) -> dict[str, Any]:
@@ -159,15 +172,12 @@ def _recurrent(s: Settings, kind: str) -> dict[str, Any]:
             "recurrent": state,
             "attention_layers": layers // every if attend is None else attend,
         }
+    if kind == "kimi_linear":
+        return {"layers": layers, **_kimi(s)}
     if kind != "nemotron_h":
         return {"layers": layers}
-    pattern = str(s.get("hybrid_override_pattern") or "")
-    mixers, attend, bare = _mixers(pattern)
-    if not mixers or len(pattern) != layers:
-        raise ScenarioError(
-            f"{s.place('hybrid_override_pattern')}: hybrid_override_pattern: expected {layers} of M (Mamba-2), * "
-            f"(attention), and - or E (MLP) each after one of these, * always with one; got {shown(pattern)}"
-        )
+    name = "hybrid_override_pattern"
+    counted = layers_of(s, name, str(s.get(name) or ""), layers)
     state = {
         "kind": "mamba2",
         "key_heads": s.needed("n_groups"),
@@ -177,27 +187,28 @@ def _recurrent(s: Settings, kind: str) -> dict[str, Any]:
         "conv": s.number("conv_kernel") or 4,
     }
     gated = False if "relu2" in str(s.get("mlp_hidden_act") or "relu2") else None
-    return {
-        "layers": mixers,
-        "recurrent": state,
-        "attention_layers": attend,
-        "bare_layers": bare or None,
-        "gated": gated,
-    }
+    return {**counted, "recurrent": state, "gated": gated}
 
 
-_MIXERS: Final = re.compile(r"(\*[-E]|M[-E]?)*")
+def _kimi(s: Settings) -> dict[str, Any]:
+    """Layers of Kimi Delta Attention, and how many attend to latents.
 
-
-def _mixers(pattern: str) -> tuple[int, int, int]:
-    """Layers of a pattern of Nemotron-H, each with what MLP follows it; those that attend, and those without MLP.
-
-    None at all where layers are in another order.
+    Raises:
+        ScenarioError: there are none.
     """
-    if not _MIXERS.fullmatch(pattern):
-        return 0, 0, 0
-    mixers, attend = len(re.findall(r"[M*]", pattern)), pattern.count("*")
-    return mixers, attend, mixers - len(re.findall(r"[-E]", pattern))
+    given = s.get("linear_attn_config")
+    sizes = given if isinstance(given, Mapping) else {}
+    inner = Settings(s.path, sizes, s.places)
+    attends = sizes.get("full_attn_layers")
+    if not isinstance(attends, list):
+        raise ScenarioError(
+            f"{s.place('linear_attn_config')}: linear_attn_config: expected full_attn_layers, num_heads and head_dim, "
+            f"got {shown(given)}"
+        )
+    heads, head_dim = inner.needed("num_heads"), inner.needed("head_dim")
+    dims = {"key_heads": heads, "value_heads": heads, "key_dim": head_dim, "value_dim": head_dim}
+    conv = inner.number("short_conv_kernel_size") or 4
+    return {"recurrent": {"kind": "kda", **dims, "conv": conv}, "attention_layers": len(attends) or None}
 
 
 def _latent(s: Settings) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from cpsim.case.files import parse_yaml
+from cpsim.case.formats.hybrid import layers_of
 from cpsim.case.formats.reading import Reading, Settings, without_none
 from cpsim.case.model import known_model
 from cpsim.case.parallel import Parallel
@@ -32,18 +33,19 @@ CANNOT: Final = {
     "encoder_num_layers": "encoders are not predicted; leave it out",
     "mtp_num_layers": "layers that predict several tokens are not predicted; leave it out",
     "heterogeneous_layers_config_path": "layers that differ are not predicted",
-    "spec": "layers of a spec of one's own are not read; leave it out",
-    "hybrid_attention_ratio": "layers without attention are not predicted",
+    "hybrid_attention_ratio": "the order of layers is not read of ratios; use --hybrid-override-pattern",
+    "hybrid_mlp_ratio": "the order of layers is not read of ratios; use --hybrid-override-pattern",
     "use_custom_fsdp": "Megatron-FSDP is not predicted; use --use-distributed-optimizer",
     "use_megatron_fsdp": "Megatron-FSDP is not predicted; use --use-distributed-optimizer",
     "use_torch_fsdp2": "FSDP2 in Megatron is not predicted; use --use-distributed-optimizer, or framework torchtitan",
-    "hybrid_override_pattern": "layers without attention are not predicted",
-    "hybrid_layer_pattern": "layers without attention are not predicted",
-    "is_hybrid_model": "layers without attention are not predicted",
     "attention_chunk_size": "attention within chunks is not predicted",
     "no_rope_freq": "Llama 4's attention within chunks is not predicted",
 }
 """Arguments of what a step does not say."""
+HYBRID: Final = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Names of the pattern of a hybrid model, the newer one first."""
+SPECS: Final = re.compile(r"\b(mamba|hybrid)_stack_spec\b")
+"""Specs of hybrid models, which the pattern says."""
 MAYBE: Final = "(within a condition)"
 """What stands in a branch of a script, which may not run."""
 VOCAB: Final = 128256
@@ -116,6 +118,10 @@ def _leaves(value: Mapping[Any, Any]) -> dict[str, Any]:
 def _read(s: Settings, what: str, *, dashes: bool) -> Reading:
     for name, why in CANNOT.items():
         s.refuse([name], why)
+    if not SPECS.search(str(s.values.get("spec", ""))):
+        s.refuse(["spec"], "layers of a spec of one's own are not read; leave it out")
+    if not any(name in s for name in HYBRID):
+        s.refuse(["is_hybrid_model"], "expected --hybrid-override-pattern, which says the order of layers")
     parallel = _parallel(s)
     strategy, knobs = _strategy(s, parallel["cp"] or 1)
     nodes, each = s.number("num_nodes"), s.number("gpus_per_node", least=-1)
@@ -149,17 +155,22 @@ def _caveats(s: Settings) -> tuple[str, ...]:
         caveats.append(f"no vocab_size, so that {VOCAB:,} words are taken")
     if maybe := [one for one in s.values.get(MAYBE, []) if any(said.split(" ")[0] == one for said in s.said)]:
         caveats.append(f"{', '.join(maybe)} in a branch that is taken to run")
+    if (s.number("mlp_chunks_for_training") or 1) > 1:
+        caveats.append("an MLP in chunks, whose activations are all kept, so that it needs no less memory")
     if s.flag("qk_layernorm"):
         caveats.append("norms of queries and keys")
     gates = ("swiglu", "gated_linear_unit", "quick_geglu", "activation_func", "activation")
-    if "num_layers" in s and s.get(*gates) in (None, False):
+    if s.get("position_embedding_type") == "none":
+        caveats.append("attention without rotary positions")
+    squared = s.flag("squared_relu") or any(name in s for name in HYBRID)
+    if "num_layers" in s and not squared and s.get(*gates) in (None, False):
         caveats.append("an MLP without a gate, of which a step knows none")
     return tuple(caveats)
 
 
 def _model(s: Settings) -> dict[str, Any] | str | None:
     """Dimensions; or the name of a published model; None where the file says neither."""
-    if "num_layers" not in s:
+    if "num_layers" not in s and not any(one in s for one in HYBRID):
         name = s.get("pretrained_model_name_or_path", "hf_model_id", "hf_path", "pretrained_checkpoint")
         known = known_model(str(name)) if name else None
         if known is not None and known.model is None:
@@ -168,12 +179,13 @@ def _model(s: Settings) -> dict[str, Any] | str | None:
     hidden, heads = s.needed("hidden_size"), s.needed("num_attention_heads")
     grouped = "group_query_attention" not in s.values or s.flag("group_query_attention")
     latent = _latent(s) if "multi_latent_attention" in s and s.flag("multi_latent_attention") else {}
-    experts = s.number("num_experts", least=0)
+    hybrid = _hybrid(s, hidden)
+    experts = s.number("num_experts", least=0) if hybrid.pop("has_experts", True) else None
     inner = s.number("moe_ffn_hidden_size")
     shared = s.number("moe_shared_expert_intermediate_size", least=0)
     window, pattern = s.get("window_size"), s.get("window_attn_skip_freq")
     model = {
-        "layers": s.needed("num_layers"),
+        **(hybrid or {"layers": s.needed("num_layers")}),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": (s.number("num_query_groups") if grouped and not latent else None) or heads,
@@ -188,8 +200,71 @@ def _model(s: Settings) -> dict[str, Any] | str | None:
         "dense_layers": _dense(s) if experts else None,
         "window": _window(window, s) if window else None,
         "window_pattern": s.number("window_attn_skip_freq") if window and pattern else None,
+        "sparse": _sparse(s),
+        "gated": False if s.flag("squared_relu") else None,
     }
     return without_none(model)
+
+
+def _hybrid(s: Settings, hidden: int) -> dict[str, Any]:
+    """Layers of a hybrid model, and what those with a state have; defaults are those of Megatron-Core's MambaMixer.
+    Empty where the model is none.
+
+    Raises:
+        ScenarioError: the order of layers is one that a step cannot say.
+    """
+    name = next((one for one in HYBRID if one in s), None)
+    if name is None:
+        return {}
+    pattern = re.sub(r"[\s|]", "", str(s.get(name)))
+    if "/" in pattern:
+        raise ScenarioError(f"{s.place(name)}: {name}: layers that predict several tokens are not predicted; end at /")
+    counted = layers_of(s, name, pattern, s.number("num_layers"))
+    if {"-", "E"} <= {*pattern}:
+        raise ScenarioError(f"{s.place(name)}: {name}: expected - or E, got both: layers with either are not predicted")
+    head_dim = s.number("mamba_head_dim") or 64
+    state = {
+        "kind": "mamba2",
+        "key_heads": s.number("mamba_num_groups") or 8,
+        "value_heads": s.number("mamba_num_heads") or 2 * hidden // head_dim,
+        "key_dim": s.number("mamba_state_dim") or 128,
+        "value_dim": head_dim,
+    }
+    if "E" in pattern:
+        s.needed("num_experts")
+    return {**counted, "recurrent": state, "has_experts": "E" in pattern}
+
+
+def _segments(s: Settings, stages: int) -> dict[str, Any]:
+    """Layers of every virtual stage of a pattern with bars between them; empty where there are none.
+
+    Raises:
+        ScenarioError: a stage begins with the MLP of the one before.
+    """
+    name = next((one for one in HYBRID if one in s), "")
+    parts = re.sub(r"\s", "", str(s.values.get(name, ""))).split("|")
+    if len(parts) == 1:
+        return {}
+    if any(part[:1] in ("-", "E") for part in parts):
+        raise ScenarioError(f"{s.place(name)}: {name}: expected stages that begin with M or *, got {shown(parts)}")
+    layout = [len(re.findall(r"[M*]", part)) for part in parts]
+    return {"layout": layout, "virtual_pp": len(layout) // stages if len(layout) > stages else None}
+
+
+def _sparse(s: Settings) -> dict[str, Any] | None:
+    """How an indexer chooses keys; None where there is none.
+
+    Raises:
+        ScenarioError: attention of another variant.
+    """
+    variant = s.get("experimental_attention_variant")
+    if variant is None:
+        return None
+    if variant != "dsa":
+        place = s.place("experimental_attention_variant")
+        raise ScenarioError(f"{place}: experimental_attention_variant: expected dsa, got {shown(variant)}")
+    sizes = {"top_k": "topk", "index_heads": "n_heads", "index_dim": "head_dim"}
+    return {"kind": "dsa", **{name: s.needed(f"dsa_indexer_{size}") for name, size in sizes.items()}}
 
 
 def _latent(s: Settings) -> dict[str, Any]:
@@ -277,6 +352,8 @@ def _layers(s: Settings) -> dict[str, Any]:
             place = s.place("num_layers_per_virtual_pipeline_stage")
             raise ScenarioError(f"{place}: expected {stages} stages of chunks of {chunk} to divide {layers} layers")
         chunks = layers // (stages * chunk)
+    if segments := _segments(s, stages):
+        return segments
     if said := s.get("pipeline_model_parallel_layout"):
         layout = _layout(str(said), s.place("pipeline_model_parallel_layout"))
         return {"layout": layout, "virtual_pp": len(layout) // stages if len(layout) > stages else None}
@@ -394,7 +471,7 @@ def _take(word: str, name: str | None, values: dict[str, Any], places: dict[str,
         key, equals, value = word[2:].replace("-", "_", word[2:].split("=")[0].count("-")).partition("=")
         values[key], places[key] = (value if equals else True), f"line {number}"
         return None if equals else key
-    if name is None or (word.startswith("-") and not re.fullmatch(r"-\d+", word)):
+    if name is None or word.endswith(".py") or (word.startswith("-") and not re.fullmatch(r"-\d+", word)):
         return None
     values[name] = word if values[name] is True else f"{values[name]} {word}"
     return name

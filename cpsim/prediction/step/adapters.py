@@ -96,6 +96,7 @@ def adapted(framework: Framework, lora: Lora, recipe: Recipe | None = None) -> F
             last=lambda s, compiled, chunks: frozen(torch_last(s, compiled, chunks)),
             held=lambda _sharding: torch_held("none"),
             launches={},
+            offloads=None,
         )
     raise InfeasibleError(f"trainable: {framework.name} has no adapters; use framework megatron or huggingface, or all")
 

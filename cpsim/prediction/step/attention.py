@@ -29,6 +29,8 @@ from cpsim.models.price import price
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.step.costs import Parts
 from cpsim.prediction.step.frameworks import Sizes
+from cpsim.prediction.step.layer import BF16
+from cpsim.schedule.schedule import Schedule
 from cpsim.sim.fast import simulate
 from cpsim.strategies import plan
 from cpsim.strategies.others import Implementation
@@ -43,6 +45,7 @@ CAUSAL = ("causal", "causal_document")
 TALKS = ("collective", "transfer")
 """Beginnings of cost models of messages."""
 WINDOW = "causal_sliding_window"
+EVERY_RANK = "sparse dsa: every tensor-parallel rank scores all heads of the indexer; context parallelism shares them"
 LATE = (
     "context parallelism in compiled layers: ranks wait for each other's backward kernels, as torch.compile puts off "
     "messages of all ranks but the last; seen with PyTorch 2.13, and measured on two ranks with 2.11"
@@ -139,7 +142,7 @@ class Attention:
         if self.model.window:
             self._check_window()
         new = [documents for documents in dict.fromkeys(microbatches) if documents not in self._known]
-        if self.cluster.num_gpus == 1 and self.mask in CAUSAL:
+        if self.cluster.num_gpus == 1 and self.mask in CAUSAL and self.model.sparse is None:
             self._known.update(zip(new, self._alone(new), strict=True))
         else:
             self._known.update((documents, self._mean_layer(documents)) for documents in new)
@@ -177,15 +180,17 @@ class Attention:
         """Attention of one microbatch on the group, its documents in the order in which the strategy takes them."""
         options = (("window", self.model.window - 1),) if windowed else self.mask_options
         documents = (sum(documents),) if windowed and self.mask == "causal" else documents
+        heads, kv_heads, head_dim, values = self.model.kernel_shape
         return Workload(
             documents=as_taken(documents, self.mask, self.strategy, self.knobs),
             mask=WINDOW if windowed else self.mask,
             mask_options=options,
-            num_heads=self.model.heads // self.tp,
-            num_kv_heads=self.model.kv_heads // self.tp,
-            head_dim=self.model.head_dim,
-            value_dim=self.model.value_dim,
+            num_heads=heads // self.tp,
+            num_kv_heads=1 if self.model.absorbed else kv_heads // self.tp,
+            head_dim=head_dim,
+            value_dim=values if self.model.value_dim or self.model.absorbed else 0,
             dtype="bf16",
+            sparse=self.model.sparse,
         )
 
     def _alone(self, microbatches: Sequence[tuple[int, ...]]) -> list[Attended]:
@@ -247,19 +252,32 @@ class Attention:
 
     def _simulated(self, workload: Workload) -> Attended:
         """The strategy's schedule on the ranks of the group."""
-        parts, exchange, sent, notes = list[Parts](), 0, 0.0, dict[str, None]()
+        parts, exchange, sent, kept, notes = list[Parts](), 0, 0.0, 0, dict[str, None]()
         under = conditions(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
         sizes = Sizes(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
-        own = sizes.qkv + sizes.out + sizes.lse
-        for pass_, given in zip(PASSES, (own, own + sizes.qkv + sizes.out), strict=True):
+        out = BF16 * sizes.tokens * workload.num_heads * workload.values
+        own = sizes.qkv + out + sizes.lse
+        for pass_, given in zip(PASSES, (own, own + sizes.qkv + out), strict=True):
             schedule = plan(self.strategy, workload, self.cluster, pass_, self.knobs, self.code)  # type: ignore[arg-type]
             priced = price(schedule, under)
             timeline = simulate(schedule, priced.work)
             found = priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s)
             parts.append(self._with_waits(found) if pass_ == "bwd" else found)
-            exchange = max(exchange, int(schedule.memory().max()) - given)
+            kept = _choices(schedule) if pass_ == "bwd" and workload.sparse else 0
+            exchange = max(exchange, int(schedule.memory().max()) - given - kept)
             sent += float(schedule.bytes_sent().max())
             notes.update(dict.fromkeys(priced.notes))
         if self.code.late_gradients:
             notes[LATE] = None
-        return Attended((parts[0], parts[1]), exchange, sent, workload.area(), notes=tuple(notes))
+        if self.model.absorbed and self.tp > 1:
+            notes[EVERY_RANK] = None
+        return Attended((parts[0], parts[1]), exchange, sent, workload.pairs(), kept=kept, notes=tuple(notes))
+
+
+def _choices(schedule: Schedule) -> int:
+    """Bytes of the choices that a backward pass is given, of the rank with most of them."""
+    held = np.zeros(schedule.num_ranks, np.int64)
+    for buffer, block in schedule.inputs.tolist():
+        if schedule.block_tensors[schedule.block_tensor[block]] == "choice":
+            held[schedule.buffer_rank[buffer]] += int(schedule.buffer_nbytes[buffer])
+    return int(held.max())

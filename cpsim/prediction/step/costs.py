@@ -96,7 +96,7 @@ class Costs:
     def _sweep(self, op: ElementwisePass) -> float:
         ops, others = self.layers.ops, self.profile.elementwise
         kind = op.kind if op.kind in (*ops.latency_s, *others.latency_s) else INSTEAD.get(op.kind, op.kind)
-        return float(elementwise_seconds(ops if kind in ops.latency_s else others, kind, op.nbytes))
+        return op.times * float(elementwise_seconds(ops if kind in ops.latency_s else others, kind, op.nbytes))
 
     def _collective(self, op: Collective) -> float:
         return float(collective_seconds(self.profile.collective, op.kind, op.nbytes, self.tp))

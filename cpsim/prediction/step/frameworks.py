@@ -76,6 +76,11 @@ class Sizes:
         return BF16 * self.tokens * self.model.heads // self.tp * self.model.head_dim
 
     @property
+    def latents(self) -> int:
+        """Latents of keys and values, with what all heads share."""
+        return BF16 * self.tokens * self.model.latent_dim
+
+    @property
     def lse(self) -> int:
         """Log-sum-exp."""
         return FP32 * self.tokens * self.model.heads // self.tp
@@ -161,8 +166,9 @@ class Framework:
     joins: Callable[[LayerCode], LayerCode] = field(default=lambda code: code)
     """A layer with copies of what tensor-parallel ranks exchange, where there are some."""
     pipelines: bool = False
-    offloads: bool = False
-    """Whether activations may wait in the host's memory; see ``cpsim.prediction.step.offload``."""
+    offloads: Recompute | None = None
+    """What it computes again where activations wait in the host's memory; None: they cannot. See
+    ``cpsim.prediction.step.offload``."""
     graphs: bool = False
     """Whether its layers may be launched as CUDA graphs."""
     engine: bool = False
@@ -184,6 +190,8 @@ class Framework:
     """The same where documents of a sequence do not see each other; none: they always do."""
     parts_loss: bool = False
     """Whether it computes logits and loss in parts."""
+    tiles_mlp: bool = False
+    """Whether its MLP may run in chunks of the tokens; see ``cpsim.prediction.step.tiles``."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
     """Names of host measurements by stream, of layers that are compiled and of those that are not; empty: hosts are
     never late."""
@@ -246,9 +254,9 @@ class Framework:
         Raises:
             InfeasibleError: it cannot; says what it has.
         """
-        if (model.experts or model.kv_rank) and not self.experts:
+        if (model.experts or model.kv_rank or model.sparse) and not self.experts:
             known = ", ".join(one.name for one in FRAMEWORKS.values() if one.experts)
-            what = "experts" if model.experts else "latent attention"
+            what = "experts" if model.experts else "latent attention" if model.kv_rank else "chosen keys"
             raise InfeasibleError(f"model: steps of {self.name} cannot be predicted with {what}; use framework {known}")
         if parallel.sharding not in self.shardings:
             known = ", ".join(self.shardings)
@@ -269,6 +277,7 @@ class Framework:
         if parallel.cuda_graphs != "none" and not self.graphs:
             known = ", ".join(one.name for one in FRAMEWORKS.values() if one.graphs)
             raise InfeasibleError(f"cuda_graphs: expected framework {known}, got {self.name}; leave it out")
+        self._check_chunks(parallel, compiled)
         asked = {"ep_overlap": parallel.ep_overlap, "dispatcher": parallel.dispatcher != "alltoall"}
         for name in (name for name, is_asked in asked.items() if is_asked and not (self.experts and parallel.ep > 1)):
             raise InfeasibleError(
@@ -284,6 +293,28 @@ class Framework:
             )
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
+
+    def _check_chunks(self, parallel: Parallel, compiled: bool) -> None:
+        """Whether its MLP can run in chunks."""
+        chunks = parallel.mlp_chunks
+        if chunks == 1:
+            return
+        if not self.tiles_mlp or self.lora:
+            known = ", ".join(one.name for one in FRAMEWORKS.values() if one.tiles_mlp)
+            own = " with adapters" if self.lora else ""
+            raise InfeasibleError(
+                f"mlp_chunks: expected framework {known} with all weights trained, got {self.name}{own} and {chunks} "
+                "chunks; leave it out"
+            )
+        if compiled:
+            raise InfeasibleError(
+                f"mlp_chunks: {chunks} chunks run backward within a backward pass, which is not compiled; use compile: "
+                "false"
+            )
+        if parallel.tp > 1:
+            raise InfeasibleError(
+                f"mlp_chunks: chunks are predicted without tensor parallelism, got tp = {parallel.tp}"
+            )
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -423,6 +454,8 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
     def attended() -> tuple[Nodes, Nodes, set[str], str]:
         """Both passes from ``x norm`` to what the projection reads and from its gradient to ``dx norm``, what is kept,
         and what the projection reads."""
+        if s.model.absorbed:
+            return absorbed(s, gradient)
         before, before_back, kept = latent(s, gradient) if s.model.kv_rank else projected()
         forward = (*before, Node("fwd", ("q k v",), {"out": s.out, "lse": s.lse}))
         sums = {"dq k v": s.qkv, "dq sums": FP32 // BF16 * s.queries}
@@ -430,7 +463,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
 
     def scanned() -> tuple[Nodes, Nodes, set[str], str]:
         """The same of a layer with a state."""
-        inside, inside_back, kept = with_state(s)
+        inside, inside_back, kept = with_state(s, gradient)
         forward = (*column("qkv", "x norm", "projected"), *inside)
         return forward, (*inside_back, *column_backward("qkv", "dprojected", "x norm", "dx norm")), kept, "normed"
 
@@ -459,26 +492,43 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
     )
 
 
-def with_state(s: Sizes) -> tuple[Nodes, Nodes, set[str]]:
+def with_state(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str]]:
     """Both passes of convolution, scan and gated norm, from ``projected`` to ``normed`` and from ``dnormed`` to
     ``dprojected``, and what is kept: inputs of each, and what the scan saves.
 
-    All three are one op in time, see ``cpsim.prediction.step.recurrent``.
+    All three are one op in time, see ``cpsim.prediction.step.recurrent``. Where decays and gates are expanded by linear
+    layers, these are ops before it, whose results are kept.
     """
     assert s.model.recurrent is not None
     saved = saved_bytes(s.model.recurrent, s.tokens) // s.tp
     states = states_bytes(s.model.recurrent, s.tokens) // s.tp
+    wide = tuple(s.model.recurrent.expanded)
+    sizes = {name: s.wide(name) for name in wide}
     forward = (
-        Node(None, ("projected",), {"q k v": s.qkv}),
-        Node("fwd", ("q k v", "projected"), {"out": s.out, "lse": saved, "states": states}),
+        Node(None, ("projected",), {"q k v": s.qkv, "low": 0}),
+        *(forward_product(s, name, "low", name) for name in wide),
+        Node("fwd", ("q k v", "projected", *wide), {"out": s.out, "lse": saved, "states": states}),
         Node(None, ("out", "projected"), {"normed": s.out}),
     )
+    more = {f"d{name}": size for name, size in sizes.items()}
     backward = (
         Node(None, ("dnormed", "out", "projected"), {"dout": s.out, "dgates": s.out}),
-        Node("bwd", ("dout", "q k v", "projected", "lse"), {"dq k v": s.qkv, "dstates": 2 * states}),
-        Node(None, ("dq k v", "dgates", "projected"), {"dprojected": s.wide("qkv")}),
+        Node("bwd", ("dout", "q k v", "projected", "lse", *wide), {"dq k v": s.qkv, "dstates": 2 * states, **more}),
+        *(
+            one
+            for name in wide
+            for one in (
+                input_gradient(s, name, f"d{name}", f"dlow of {name}"),
+                weight_gradient(s, name, f"d{name}", "low", gradient),
+            )
+        ),
+        Node(
+            None,
+            ("dq k v", "dgates", "projected", *(f"dlow of {name}" for name in wide)),
+            {"dprojected": s.wide("qkv")},
+        ),
     )
-    return forward, backward, {"projected", "q k v", "out", "lse", "normed"}
+    return forward, backward, {"projected", "q k v", "low", "out", "lse", "normed", *wide}
 
 
 def without_mlp(code: LayerCode) -> LayerCode:
@@ -499,31 +549,12 @@ def latent(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str]]:
 
     Reference: Megatron-Core 0.15, transformer/multi_latent_attention.py (MLASelfAttention, with apply_rope_fusion).
     """
-    model, many = s.model, s.tp > 1
-    shard, heads = s.tokens // s.tp, s.tokens * model.heads // s.tp
-    linears, every = model.linears(s.tp), " all" if many else ""
-
-    def made(name: str, width: int) -> tuple[Nodes, Nodes, str]:
-        """A latent of so many elements with a norm over all of them, forward and backward; and what is expanded."""
-        inner, outer = linears[f"{name}_down"]
-        raw, normed = f"{name} latent", f"{name} latent norm"
-        whole = BF16 * s.tokens * outer
-        forward = (
-            Node(Gemm("forward", shard, outer, inner), ("x norm", "weights"), {raw: BF16 * shard * outer}),
-            node("rms_norm", shard * width, raw, **{f"{name}_latent_norm": BF16 * shard * width}),
-            *((Node(Collective("all_gather", whole), (normed,), {f"{normed} all": whole}, "comm"),) if many else ()),
-        )
-        scattered = (Node(Collective("reduce_scatter", whole), (f"d{normed} all",), {f"d{normed}": whole}, "comm"),)
-        backward = (
-            *(scattered if many else ()),
-            node("rms_norm_bwd", shard * width, f"d{normed}", raw, **{f"d{name}_latent": BF16 * shard * outer}),
-            Node(Gemm("dgrad", shard, inner, outer), (f"d{raw}", "weights"), {f"dx {name}": s.shard}),
-            weight_gradient_of(f"{name}_down", outer, inner, shard, f"d{raw}", "x norm", gradient),
-        )
-        return forward, backward, normed + every
-
-    keys, keys_back, from_keys = made("kv", model.kv_rank)
-    queries, queries_back, from_queries = made("q", model.q_rank) if model.q_rank else ((), (), "x norm")
+    model, shard, heads = s.model, s.tokens // s.tp, s.tokens * s.model.heads // s.tp
+    every = " all" if s.tp > 1 else ""
+    keys, keys_back, from_keys = made_latent(s, "kv", model.kv_rank, gradient)
+    queries, queries_back, from_queries = (
+        made_latent(s, "q", model.q_rank, gradient) if model.q_rank else ((), (), "x norm")
+    )
     widths = model.head_dim - model.rope_dim + model.values, model.head_dim + model.values
     turned = ElementwisePass("copy", BF16 * heads * (2 * model.rope_dim + sum(widths)))
     to_x = ("dx q", "dx kv") if model.q_rank else ("dq x", "dx kv")
@@ -546,6 +577,105 @@ def latent(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str]]:
     )
     kept = {"kv latent", from_keys} | ({"q latent", from_queries} if model.q_rank else set())
     return forward, backward, kept
+
+
+def made_latent(s: Sizes, name: str, width: int, gradient: int) -> tuple[Nodes, Nodes, str]:
+    """A latent of so many elements with a norm over all of them, forward and backward; and what is expanded."""
+    many, shard = s.tp > 1, s.tokens // s.tp
+    inner, outer = s.model.linears(s.tp)[f"{name}_down"]
+    raw, normed = f"{name} latent", f"{name} latent norm"
+    whole = BF16 * s.tokens * outer
+    forward = (
+        Node(Gemm("forward", shard, outer, inner), ("x norm", "weights"), {raw: BF16 * shard * outer}),
+        node("rms_norm", shard * width, raw, **{f"{name}_latent_norm": BF16 * shard * width}),
+        *((Node(Collective("all_gather", whole), (normed,), {f"{normed} all": whole}, "comm"),) if many else ()),
+    )
+    scattered = (Node(Collective("reduce_scatter", whole), (f"d{normed} all",), {f"d{normed}": whole}, "comm"),)
+    backward = (
+        *(scattered if many else ()),
+        node("rms_norm_bwd", shard * width, f"d{normed}", raw, **{f"d{name}_latent": BF16 * shard * outer}),
+        Node(Gemm("dgrad", shard, inner, outer), (f"d{raw}", "weights"), {f"dx {name}": s.shard}),
+        weight_gradient_of(f"{name}_down", outer, inner, shard, f"d{raw}", "x norm", gradient),
+    )
+    return forward, backward, normed + (" all" if many else "")
+
+
+def indexed(s: Sizes, from_queries: str) -> Nodes:
+    """Queries, key and weights of heads of an indexer, forward alone: its own loss is not predicted.
+
+    Every tensor-parallel rank has all of its heads, as all heads of attention take the same keys; keys and weights are
+    made of a rank's shard of the tokens and gathered. One kernel turns positions, rotates and quantizes.
+
+    Source: deepseek-ai/DeepSeek-V3.2-Exp, inference/model.py (Indexer); Megatron-Core 0.16, transformer/
+    experimental_attention_variant/dsa.py (DSAIndexer).
+    """
+    linears, shard = s.model.indexer(), s.tokens // s.tp
+    (rank, wide), (hidden, key), (_, heads) = (linears[name] for name in ("index_q", "index_k", "index_w"))
+    every, whole = " all" if s.tp > 1 else "", BF16 * s.tokens * (key + heads)
+    gathered_keys = Node(Collective("all_gather", whole), ("index keys",), {"index keys all": whole}, "comm")
+    return (
+        Node(Gemm("forward", s.tokens, wide, rank), (from_queries, "weights"), {"index q": BF16 * s.tokens * wide}),
+        Node(Gemm("forward", shard, key, hidden), ("x norm", "weights"), {"index keys": whole // s.tp}),
+        Node(Gemm("forward", shard, heads, hidden), ("x norm", "weights"), {"index keys": whole // s.tp}),
+        *((gathered_keys,) if every else ()),
+        Node(
+            ElementwisePass("copy", 2 * BF16 * s.tokens * (wide + key)),
+            ("index q", f"index keys{every}"),
+            {"indexed": BF16 * s.tokens * wide + whole},
+            calls=2,
+        ),
+    )
+
+
+def absorbed(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str], str]:
+    """Both passes of latent attention whose kernel sees latents, from ``x norm`` to ``out`` and from ``dout`` to ``dx
+    norm``; what is kept; and what the projection reads.
+
+    What would expand latents to keys is multiplied into queries, and what would expand them to values into outputs, one
+    product for each head. An indexer has chosen keys before.
+
+    Reference: DeepSeek-V3.2 (2512.02556), section 2.1 (DSA in the MQA mode of MLA).
+    """
+    model, shard = s.model, s.tokens // s.tp
+    every, heads = " all" if s.tp > 1 else "", model.heads // s.tp
+    keys, keys_back, from_keys = made_latent(s, "kv", model.kv_rank, gradient)
+    queries, queries_back, from_queries = (
+        made_latent(s, "q", model.q_rank, gradient) if model.q_rank else ((), (), "x norm")
+    )
+    rank, plain, rows = model.kv_rank, model.head_dim - model.rope_dim, s.tokens * heads
+    latent_out, turned = BF16 * rows * rank, ElementwisePass("copy", 2 * s.qkv)
+    to_x = ("dx q", "dx kv") if model.q_rank else ("dq x", "dx kv")
+
+    def of_heads(outer: int, inner: int, source: str, kept: str, name: str) -> Node:
+        """Gradients of what all heads have of ``kv_up`` for keys, or for values."""
+        made = {f"dw {name}": gradient * heads * outer * inner} if gradient else {}
+        return Node(Gemm("wgrad", heads * outer, inner, s.tokens), (source, kept), made)
+
+    forward = (
+        *queries,
+        forward_product(s, "q_up", from_queries, "q"),
+        *keys,
+        Node(Gemm("forward", rows, rank, plain), ("q", "weights"), {"q of latents": BF16 * rows * rank}),
+        Node(turned, ("q", "q of latents", "kv latent", from_keys), {"q k v": s.qkv}, calls=2),
+        *indexed(s, from_queries),
+        Node("fwd", ("q k v", "indexed"), {"out of latents": latent_out, "lse": s.lse}),
+        Node(Gemm("forward", rows, model.values, rank), ("out of latents", "weights"), {"out": s.out}),
+    )
+    backward = (
+        Node(Gemm("dgrad", rows, rank, model.values), ("dout", "weights"), {"dout of latents": latent_out}),
+        of_heads(model.values, rank, "dout", "out of latents", "values of kv_up"),
+        Node("bwd", ("dout of latents", "q k v", "out of latents", "lse"), {"dq k v": s.qkv}),
+        Node(turned, ("dq k v",), {"dq of latents": BF16 * rows * rank, f"dkv latent norm{every}": s.latents}, calls=2),
+        Node(Gemm("dgrad", rows, plain, rank), ("dq of latents", "dq k v", "weights"), {"dq": s.queries}),
+        of_heads(rank, plain, "dq of latents", "q", "keys of kv_up"),
+        *keys_back,
+        input_gradient(s, "q_up", "dq", f"dq latent norm{every}" if model.q_rank else "dq x"),
+        weight_gradient(s, "q_up", "dq", from_queries, gradient),
+        *queries_back,
+        node("add", shard * model.hidden, *to_x, dx_norm=s.shard),
+    )
+    kept = {"kv latent", "q", "out of latents"} | ({"q latent", from_queries} if model.q_rank else set())
+    return forward, backward, kept, "out"
 
 
 EMBEDDING_SUM: Final = "sum of embedding gradients"
@@ -649,7 +779,11 @@ MEGATRON: Final = Framework(
     held=lambda _sharding: Held(
         weight=BF16, gradient=FP32, states=3 * FP32, optimizer=ADAM_AND_COPY, clipped=True, cleared=FP32
     ),
-    kept={"mlp": frozenset({"x norm", "projected", "q k v", "out", "lse", "normed", "h"}), "full": frozenset()},
+    kept={
+        "mlp": frozenset({"x norm", "projected", "q k v", "low", "decay", "norm_gate", "out", "out of latents"})
+        | {"lse", "normed", "h"},
+        "full": frozenset(),
+    },
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     exchange="heads",
     overlap=userbuffers,
@@ -658,7 +792,7 @@ MEGATRON: Final = Framework(
     offers=TRANSFORMER_ENGINE,
     kernels=("cudnn", "fa3", "fa2"),
     kernels_apart=("cudnn", "fa3", "fa2"),
-    offloads=True,
+    offloads="none",
     engine=True,
     experts=True,
     graphs=True,
@@ -743,7 +877,7 @@ def torch_layer(
     sum_of_two = () if compiled else (eager(tokens * h, 6, 1, "dh norm 2", **{"dh_norm" + every.replace(" ", "_"): 0}),)
     if model.recurrent:
         wide, a = model.linears(s.tp)["qkv"][1], model.linears(s.tp)["proj"][0]
-        inside, inside_back, _ = with_state(s)
+        inside, inside_back, _ = with_state(s, BF16)
         out, sums_of_x = "normed", tuple[str, ...]()
         mixed: Nodes = (product(wide, h, "x norm" + every, "projected"), *inside)
         mixed_back: Nodes = (
@@ -1021,6 +1155,8 @@ HUGGING_FACE: Final = replace(
     kept={"full": frozenset()},
     overlap=None,
     recipes={},
+    tiles_mlp=True,
+    offloads="full",
 )
 DEFAULT: Final = "megatron"
 FRAMEWORKS: Final = {one.name: one for one in (MEGATRON, TORCH, TORCHTITAN, HUGGING_FACE)}

@@ -50,6 +50,8 @@ class ElementwisePass:
     kind: str
     nbytes: int
     """Read and written."""
+    times: int = 1
+    """Passes over so many bytes that run one after another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,13 @@ A layer's copies start when its forward pass ends, and the layer after next wait
 have their activations on the GPU. The last layer keeps its own. Backwards, a layer's activations return while the layer
 after it runs. Copy engines move them: kernels beside lose nothing.
 
+Megatron's layers keep all that they need. Those of Transformers are computed again, so that only what goes into a
+layer leaves.
+
 Source: Megatron-Core 0.12, transformer/transformer_config.py (cpu_offloading: fewer layers than all, no pipelines, no
-recomputation); Transformer Engine 2.4, pytorch/cpu_offload.py (AsyncDoubleBufferGroupOffloadHandler).
+recomputation); Transformer Engine 2.4, pytorch/cpu_offload.py (AsyncDoubleBufferGroupOffloadHandler). TRL 0.24,
+models/activation_offloading.py (streams of their own), Axolotl (``gradient_checkpointing: offload``), ArcticTraining
+(``activation_checkpoint_cpu_offload``, which waits for its copies).
 Differs: everything that is kept leaves, also what is too small for Transformer Engine to care; hosts always have room.
 """
 
@@ -28,13 +33,17 @@ def check(framework: Framework, parallel: Parallel) -> None:
     Raises:
         InfeasibleError: it cannot; one line that says why.
     """
-    if not framework.offloads:
-        raise InfeasibleError(f"offload: {framework.name} is predicted without; use framework megatron or leave it out")
+    if framework.offloads is None:
+        raise InfeasibleError(
+            f"offload: {framework.name} is predicted without; use framework megatron or huggingface, or leave it out"
+        )
     if parallel.pp > 1:
         raise InfeasibleError(f"offload: {framework.name} has none with pipelines, got pp = {parallel.pp}; use pp = 1")
-    if parallel.recompute != "none":
+    if parallel.recompute != framework.offloads:
+        how = "with" if framework.offloads == "none" else "without"
         raise InfeasibleError(
-            f"offload: {framework.name} has none with recomputation, got recompute = {parallel.recompute}; use none"
+            f"offload: {framework.name} has none {how} recomputation, got recompute = {parallel.recompute}; use "
+            f"{framework.offloads}"
         )
 
 

@@ -119,7 +119,8 @@ def _said(node: Node) -> tuple[str, str]:
             many = f"{op.times} times " if op.times > 1 else ""
             return "matrix product", f"{_PRODUCTS[op.kind]} {many}{shape}{' in FP8' if op.fp8 else ''}"
         case ElementwisePass() as op:
-            return "memory-bound", f"{op.kind.replace('_', ' ')}, {format_bytes(op.nbytes)}"
+            many = f"{op.times} times " if op.times > 1 else ""
+            return "memory-bound", f"{op.kind.replace('_', ' ')}, {many}{format_bytes(op.nbytes)}"
         case Collective() as op:
             kind = op.kind.replace("_", " ")
             return kind, f"{kind}, {format_bytes(op.nbytes)}"

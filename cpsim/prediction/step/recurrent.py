@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     from cpsim.models.profile import Profile
 
 MIXED: Final = "layers that differ: every stage has the mean of them, whichever it holds"
+KDA: Final = (
+    "layers with a state: scans of kda were measured with 32 heads of 128, as single sequences, and outputs not checked"
+)
 SWEPT: Final = {"short_conv": (4, 6), "norm": (6, 10)}
 """Bytes that a convolution and a gated norm read and write for an element, forward and backward."""
-NORMS: Final = {"gated_delta": "gated_norm", "mamba2": "grouped_norm"}
+NORMS: Final = {"gated_delta": "gated_norm", "mamba2": "grouped_norm", "kda": "gated_norm"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,9 @@ class Scans:
 
     @property
     def costs(self) -> RecurrentCosts:
-        """On the cluster's GPU."""
+        """On the cluster's GPU: the profile's own, or those that ship."""
+        if self.profile.scans is not None:
+            return self.profile.scans
         known = measured()
         return costs_on(self.cluster.gpu, gpus()[known.gpu], known)
 
@@ -102,7 +107,8 @@ class Scans:
         parts = [self._pass(pass_, lens, tokens, sent) for pass_ in PASSES]
         exchange = 2 * (sent.to_heads + sent.to_tokens) + sent.gathered + sent.state
         note = f"layers with a state: {self.costs.source}" + f"; ranks exchange {self.exchange}" * (self.ranks > 1)
-        return Attended((parts[0], parts[1]), exchange, 2 * sent.sent(self.ranks), 0, notes=(note,))
+        notes = (note, *((KDA,) if self.layer.kind == "kda" and self.profile.scans is None else ()))
+        return Attended((parts[0], parts[1]), exchange, 2 * sent.sent(self.ranks), 0, notes=notes)
 
     def _pass(self, pass_: str, lens: tuple[int, ...], tokens: int, sent: Traffic) -> Parts:
         """Seconds by cost model of the slowest rank."""

@@ -26,7 +26,7 @@ from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.experts import ALONE, NOTE, once_a_rank
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.hosts import layer_seconds, update_seconds
-from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Op, Ops, flops, sent_bytes
+from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Gemm, Op, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import (
     CONTEXT,
     ChunkMemory,
@@ -57,6 +57,7 @@ from cpsim.prediction.step.program import (
     program,
 )
 from cpsim.prediction.step.recurrent import MIXED, Mixed
+from cpsim.prediction.step.tiles import tiled
 from cpsim.prediction.step.timing import Prices, launches_seconds, of_layers, scheduled
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
@@ -332,8 +333,8 @@ class StepModel:
         if self.kinds:
             return tuple(dict.fromkeys((MIXED, *(note for _, one in self.kinds for note in one._notes(tokens)))))
         ops, tp, ep = Ops(self.model, self.parallel.tp, tokens), self.parallel.tp, self.parallel.ep
-        if not self.model.experts and not self.model.recurrent:
-            return self.costs.notes(ops.forward() + ops.backward() + ops.loss())
+        if not (self.model.experts or self.model.recurrent or self.model.kv_rank):
+            return self.costs.notes(self._products_of_chunks(tokens) + ops.forward() + ops.backward() + ops.loss())
         whats = [what for what in _ops(self._programs(tokens, -1)(1)) if not isinstance(what, str)]
         exchanged = [what for what in whats if isinstance(what, Collective) and what.kind == "all_to_all"]
         others = [what for what in whats if what not in exchanged]
@@ -343,6 +344,11 @@ class StepModel:
         alone = () if self.parallel.ep_overlap or ep == 1 else (ALONE,)
         first = (NOTE,) if self.model.experts else ()
         return (*first, *alone, *self.costs.notes(others + ops.loss()), *notes)
+
+    def _products_of_chunks(self, tokens: int) -> list[Op]:
+        """Products of an MLP that runs in chunks."""
+        whats = _ops(self._programs(tokens, -1)(1)) if self.parallel.mlp_chunks > 1 else []
+        return [what for what in whats if isinstance(what, Gemm) and what.times > 1]
 
     def time_s(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         """Seconds of a step, about: passes lie on a line between those with the least and the most attention, where
@@ -441,16 +447,20 @@ class StepModel:
         runs = once_a_rank(runs, self.model, self.parallel.ep) if self.parallel.dispatcher == "flex" else runs
         alone = self.parallel.alone if self.parallel.ep_overlap else 1.0
         runs = beside_others(runs, alone) if alone < 1 else runs
-        layer = _with_exchange(runs, exchange, kept)
+        chunks = min(self.parallel.mlp_chunks, tokens)
+        layer = _with_exchange(tiled(runs, chunks) if chunks > 1 else runs, exchange, kept)
         is_last = chunk == self.parallel.virtual_stages - 1
         first = code.first(sizes, self.compiled) if chunk == 0 else None
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if is_last else None
         keeps = code.keeps(recompute, layer, sizes, self.compiled)
         keeps = kept_in_fp8(keeps, layer.backward) if self.recipe else keeps
         shards = self._shards(chunk) if self.sharded else None
+        again_to = code.again_to.get(recompute, frozenset()) | (
+            {"down"} if chunks > 1 and recompute == "full" else set()
+        )
 
         def make(layers: int) -> Program:
-            run = program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
+            run = program(layer, first, last, layers, keeps, shards, again_to)
             return offloaded(run, layers, keeps, first is not None) if self.offload else run
 
         return make
@@ -593,7 +603,8 @@ class StepModel:
         whole = layer_seconds(host, self._host_code, self.parallel, experts, adapters=adapters) if alone else None
         if whole is None:
             return alone
-        make = self._programs(tokens, -1)
+        whole_mlp = replace(self, parallel=replace(self.parallel, mlp_chunks=1))  # as layers were measured
+        make = whole_mlp._programs(tokens, -1)
         scale = np.array(whole) / (launches_seconds(make(2), alone) - launches_seconds(make(1), alone))
         return {stream: tuple(scale * seconds) for stream, seconds in alone.items()}
 
@@ -761,7 +772,8 @@ class StepModel:
         for replica, found in zip(batch, attended, strict=True):
             for documents, one in zip(replica, found, strict=True):
                 ops = Ops(self.model, 1, sum(documents))
-                attention = 2.0 * one.area * self.model.heads * (4 * self.model.head_dim + 3 * self.model.values)
+                heads, _, keys, values = self.model.kernel_shape
+                attention = 2.0 * one.area * heads * (4 * keys + 3 * values)
                 products, lora = 2.0 * products_of_token * sum(documents), self.framework.lora
                 passes = 2 if lora else 3  # frozen weights have no gradients
                 adapters = 6.0 * lora.parameters(self.model, 1) * sum(documents) if lora else 0.0

@@ -162,6 +162,7 @@ def _reasons(cut: Cut, runs: Runs) -> list[str]:
             not in_bf16
         ),
         f"loss_chunks: cannot be run with tp = {p.tp}; use 1": p.loss_chunks > 1 and p.tp > 1,
+        f"mlp_chunks: steps run here with a whole MLP, got {p.mlp_chunks} chunks; use 1": p.mlp_chunks > 1,
         f"loss_chunks: expected 1, got {p.loss_chunks}": p.loss_chunks > 1 and not runs.parts_loss,
         f"loss_chunks: expected a divisor of {cut.context // p.cp} tokens, got {p.loss_chunks}": cut.context
         // p.cp

@@ -1,0 +1,4 @@
+--hybrid-layer-pattern M-MEM*- \
+--hidden-size 4096 \
+--num-attention-heads 32 \
+--tensor-model-parallel-size 1

@@ -28,6 +28,7 @@ PipelineSchedule = Literal["1f1b", "same_phase"]
 Gradients = Literal["none", "exposed", "overlapped"]
 Dispatcher = Literal["alltoall", "flex"]
 CudaGraphs = Literal["none", "attention", "layers"]
+LossFusion = Literal["none", "native", "te"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,9 @@ class Parallel:
     (`flex`: DeepEP, HybridEP)."""
     cuda_graphs: CudaGraphs = "none"
     """What hosts launch as CUDA graphs: nothing, attention and routers (`attention`), or whole layers (`layers`)."""
+    loss_fusion: LossFusion | None = None
+    """Kernels of Megatron's cross entropy: op by op (`none`), compiled (`native`), or Transformer Engine's (`te`); None
+    is what the framework does."""
     mlp_chunks: int = 1
     """Chunks of a rank's tokens in which the MLP runs, one after the other; the backward pass computes each again."""
 

@@ -135,6 +135,7 @@ def parallel_of(
         dispatcher=given.dispatcher or "alltoall",
         cuda_graphs=given.cuda_graphs or "none",
         mlp_chunks=given.mlp_chunks or 1,
+        loss_fusion=given.loss_fusion,
     )
 
 

@@ -11,7 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cpsim.case.files import explain
 from cpsim.case.model import MODELS
-from cpsim.case.parallel import CudaGraphs, Dispatcher, Fp8, Gradients, PipelineSchedule, Precision, Recompute, Sharding
+from cpsim.case.parallel import (
+    CudaGraphs,
+    Dispatcher,
+    Fp8,
+    Gradients,
+    LossFusion,
+    PipelineSchedule,
+    Precision,
+    Recompute,
+    Sharding,
+)
 from cpsim.case.sparse import read_sparse, written
 from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
@@ -85,6 +95,8 @@ class ParallelSection(BaseModel):
     """What hosts launch as CUDA graphs; None is nothing."""
     mlp_chunks: Degree | None = None
     """Chunks in which the MLP runs; None is one."""
+    loss_fusion: LossFusion | None = None
+    """Kernels of the cross entropy; None is what the framework does."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields that say nothing: these words are the seed of a prediction's draws."""

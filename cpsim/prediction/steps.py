@@ -72,9 +72,11 @@ class StepCase:
         """Whose code runs it.
 
         Raises:
-            InfeasibleError: it cannot train adapters.
+            InfeasibleError: it cannot train adapters, or has no such cross entropy.
         """
         known, lora = framework(self.scenario.framework or DEFAULT), lora_of(self.scenario)
+        if self.scenario.parallel is not None:
+            known = known.with_loss(self.scenario.parallel.loss_fusion)
         if lora is None:
             return known
         recipe = known.recipe(self.scenario.precision, known.compiled(self.scenario.compile)) if known.recipes else None

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
 from typing import Final
 
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Sizes
@@ -85,37 +84,12 @@ def biased(code: LayerCode, s: Sizes) -> LayerCode:
     )
 
 
-def fused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
-    """The end of the model with Transformer Engine's fused cross entropy, which writes gradients over logits in bf16.
-
-    One kernel reads logits for the maximum and the sum, and again to write gradients; the backward pass multiplies
-    these by the gradient of the loss.
-
-    Source: NVIDIA/TransformerEngine, transformer_engine/common/triton/cross_entropy.py.
-    """
-    code = MEGATRON.last(s, compiled, chunks)
-    logits, native = s.tokens * s.words, {"logits fp32", "exps", "targets off"}
-
-    def fused(node: Node) -> tuple[Node, ...]:
-        if "logits fp32" in node.makes:
-            made = {"dlogits": 0, "losses": 4 * s.tokens, "largest": 4 * s.tokens, "sums": 8 * s.tokens}
-            return (replace(node, what=ElementwisePass("copy", (2 + 2 + 2) * logits), makes=made),)
-        if "dlogits" in node.makes:
-            return (Node(ElementwisePass("copy", 4 * logits), ("logits",), {"dlogits": 0}),)
-        if native & {*node.reads, *node.makes}:
-            return ()
-        return (replace(node, reads=tuple("logits" if name == "dlogits" else name for name in node.reads)),)
-
-    forward, backward = (tuple(chain.from_iterable(map(fused, side))) for side in (code.forward, code.backward))
-    return LayerCode(forward=forward, backward=backward, kept=code.kept - {"exps"} | {"logits"})
-
-
-TESTED: Final = replace(MEGATRON, source="Megatron-LM@d98e8a64d", layer=weighted_inside)
+TESTED: Final = replace(MEGATRON, source="Megatron-LM@d98e8a64d", layer=weighted_inside, last=MEGATRON.losses["none"])
 """Megatron-LM as its functional tests of experts run it."""
 BRIDGE_DENSE: Final = replace(
     MEGATRON,
     source="Megatron-Bridge's Llama",
-    last=fused_last,
+    last=MEGATRON.losses["te"],
     held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16),
 )
 """Gradients are summed in bf16 (set_llama3_common_configs); cross entropy is Transformer Engine's
@@ -161,7 +135,7 @@ class Recipe:
         return replace(
             BRIDGE_DENSE,
             layer=self._layer,
-            last=MEGATRON.last if self.native_loss else fused_last,
+            last=MEGATRON.losses["native" if self.native_loss else "te"],
             joins=fused_experts if self.fused else MEGATRON.joins,
             kept={"none": self._kept} if self.again else MEGATRON.kept,
         )
@@ -205,6 +179,3 @@ SUMS_IN_BF16: Final = replace(
     held=lambda sharding: replace(MEGATRON.held(sharding), weight=FP8, gradient=BF16),
 )
 """Gradients are summed in bf16 (pretrain.py: grad_reduce_in_fp32), weights held and gathered in FP8 (FP8_PARAMS)."""
-
-
-FUSED_LOSS: Final = replace(MEGATRON, source="Megatron-LM 0.14 with fused cross entropy", last=fused_last)

@@ -330,6 +330,7 @@ def _parallel(s: Settings) -> dict[str, Any]:
         "ep_overlap": s.flag("overlap_moe_expert_parallel_comm") or None,
         "dispatcher": "flex" if s.get("moe_token_dispatcher_type") == "flex" else None,
         "cuda_graphs": _graphs(s),
+        "loss_fusion": _loss(s),
         "gradients": "exposed" if s.values.get("overlap_grad_reduce") in (False, "false", "False") else None,
     }
 
@@ -340,6 +341,13 @@ def _graphs(s: Settings) -> str | None:
     if s.get("cuda_graph_impl") in ("local", "transformer_engine") or s.flag("enable_cuda_graph"):
         return "layers" if {"full", "full_iteration"} & {*scope} else "attention" if "attn" in scope else None
     return None
+
+
+def _loss(s: Settings) -> str | None:
+    """Kernels of the cross entropy."""
+    if not s.flag("cross_entropy_loss_fusion"):
+        return "none"
+    return "te" if s.get("cross_entropy_fusion_impl") == "te" else None
 
 
 def _layers(s: Settings) -> dict[str, Any]:
@@ -562,6 +570,7 @@ def write(scenario: Scenario, parallel: Parallel) -> str:
     lines[-1] += ["--overlap-moe-expert-parallel-comm"] if parallel.ep_overlap else []
     lines[-1] += ["--moe-token-dispatcher-type flex"] if parallel.dispatcher == "flex" else []
     lines[-1] += GRAPHS[parallel.cuda_graphs]
+    lines[-1] += LOSSES[parallel.loss_fusion or "native"]
     lines[-1] += [f"--cpu-offloading --cpu-offloading-num-layers {layers - 1}"] if scenario.offload else []
     lines.append(["--bf16", *_eight(scenario), f"--attention-backend {_backend(scenario.kernel)}"])
     return " \\\n".join(row for line in lines for row in _rows(line)) + "\n"
@@ -571,6 +580,13 @@ GRAPHS: Final = {
     "none": [],
     "attention": ["--cuda-graph-impl transformer_engine", "--cuda-graph-scope attn moe_router moe_preprocess"],
     "layers": ["--cuda-graph-impl local"],
+}
+
+
+LOSSES: Final = {
+    "none": [],
+    "native": ["--cross-entropy-loss-fusion"],
+    "te": ["--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"],
 }
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Final
 
 from cpsim.case.model import Lora, Model
-from cpsim.case.parallel import Parallel, Precision, Recompute, Sharding
+from cpsim.case.parallel import LossFusion, Parallel, Precision, Recompute, Sharding
 from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, check_name
@@ -144,6 +144,8 @@ class Framework:
     first: Callable[[Sizes, bool], LayerCode]
     last: Callable[[Sizes, bool, int], LayerCode]
     """Of sizes, compiled or not, in so many chunks of the loss."""
+    losses: Mapping[LossFusion, Callable[[Sizes, bool, int], LayerCode]] = field(default_factory=dict)
+    """The same by the kernels of its cross entropy, where it has a choice."""
     held: Callable[[Sharding], Held]
     kept: Mapping[Recompute, frozenset[str] | Callable[[Sizes, bool], frozenset[str]]] = field(default_factory=dict)
     """Tensors of a layer that are kept beside its input, by what is computed again, or what says them of sizes and of
@@ -204,6 +206,19 @@ class Framework:
         unsaid = section is None or section.sharding is None
         alone = cut.replicas == 1 and cut.sharding == "fsdp" and "none" in self.shardings
         return replace(cut, sharding="none") if unsaid and alone else cut
+
+    def with_loss(self, fusion: LossFusion | None) -> Framework:
+        """With a cross entropy of its choice, or with the usual one.
+
+        Raises:
+            InfeasibleError: it has no choice.
+        """
+        if fusion is None:
+            return self
+        if fusion not in self.losses:
+            known = ", ".join(one.name for one in FRAMEWORKS.values() if one.losses)
+            raise InfeasibleError(f"loss_fusion: expected framework {known}, got {self.name}; leave it out")
+        return replace(self, last=self.losses[fusion])
 
     def compiled(self, asked: bool | None) -> bool:
         """Whether layers are compiled.
@@ -387,7 +402,6 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
     """
     many, hidden = s.tp > 1, s.tokens // s.tp * s.model.hidden
     every = " all" if many else ""
-    gates, gates_back = ("swiglu", "swiglu_bwd") if s.model.gated else ("rms_norm", "rms_norm_bwd")  # as many bytes
 
     def column(name: str, source: str, to: str) -> Nodes:
         return (*(gathered(s, source, f"{source} all") if many else ()), forward_product(s, name, source + every, to))
@@ -414,12 +428,12 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
         is kept."""
         forward = (
             *column("gate_up", "h norm", "gate up"),
-            node(gates, s.inner // BF16, "gate up", swiglu=s.inner),
+            Node(ElementwisePass(*_gates(s, "")), ("gate up",), {"swiglu": s.inner}),
             *row("down", "swiglu", "down"),
         )
         backward = (
             *row_backward("down", "dy", "swiglu", "dswiglu"),
-            node(gates_back, s.inner // BF16, "dswiglu", "gate up", dgate_up=s.wide("gate_up")),
+            Node(ElementwisePass(*_gates(s, "_bwd")), ("dswiglu", "gate up"), {"dgate up": s.wide("gate_up")}),
             *column_backward("gate_up", "dgate up", "h norm", "dh norm"),
         )
         return forward, backward, {"gate up", "swiglu"}
@@ -678,6 +692,22 @@ def absorbed(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str], str]:
     return forward, backward, kept, "out"
 
 
+BOTH_HALVES: Final = 3 * 2 * BF16 + 2 * BF16
+"""Bytes per element of SwiGLU's output that its backward kernel moves: it makes the gradients of gate and up as one
+tensor, and reads all three inputs for an element of either."""
+
+
+def _gates(s: Sizes, pass_: str) -> tuple[str, int]:
+    """Kernel and bytes of the activation, which torch.compile makes of a concatenated gate and up.
+
+    Source: Megatron-Core 0.16, fusions/fused_bias_swiglu.py (swiglu, swiglu_back) with jit.py.
+    """
+    elements, kind = s.inner // BF16, f"swiglu{pass_}"
+    if not s.model.gated:
+        return f"rms_norm{pass_}", OP_BYTES[f"rms_norm{pass_}"] * elements  # as many bytes
+    return f"{kind} in place", (BOTH_HALVES if pass_ else OP_BYTES[kind]) * elements
+
+
 EMBEDDING_SUM: Final = "sum of embedding gradients"
 
 
@@ -749,6 +779,55 @@ def megatron_last(s: Sizes, _compiled: bool, _chunks: int = 1) -> LayerCode:
     )
 
 
+def unfused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
+    """The same op by op, most of them in place, on one copy of the logits in fp32.
+
+    Source: Megatron-Core 0.16, tensor_parallel/cross_entropy.py.
+    """
+    logits, held = s.tokens * s.words, "logits fp32"
+    largest, sums = {"logits_fp32": FP32 * logits, "largest": FP32 * s.tokens}, {"sums": 2 * FP32 * s.tokens}
+    by_name = {
+        held: eager(logits, BF16 + 2 * FP32, 2, "logits", **largest),
+        "exps": eager(logits, 5 * FP32, 6, "logits", held, **sums),
+        "losses": eager(logits, 2 * FP32, 4, "logits", held, "sums" + " all" * (s.tp > 1), losses=FP32 * s.tokens),
+        "dlogits": eager(logits, 3 * FP32 + BF16, 6, held, dlogits=BF16 * logits),
+    }
+    return _with_loss(megatron_last(s, compiled, chunks), by_name, frozenset({"z", held}))
+
+
+def fused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
+    """The same by Transformer Engine: one kernel reads logits for the maximum and the sum, and again to write gradients
+    over them in bf16; the backward pass multiplies these by the gradient of the loss.
+
+    Source: NVIDIA/TransformerEngine, transformer_engine/common/triton/cross_entropy.py.
+    """
+    logits, made = s.tokens * s.words, {"largest": FP32 * s.tokens, "sums": 2 * FP32 * s.tokens}
+    by_name = {
+        "logits fp32": eager(logits, 3 * BF16, 1, "logits", **made, losses=FP32 * s.tokens),
+        "dlogits": eager(logits, 2 * BF16, 1, "logits", dlogits=0),
+    }
+    code = _with_loss(megatron_last(s, compiled, chunks), by_name, frozenset({"z", "logits"}))
+
+    def over(node: Node) -> Node:
+        return replace(node, reads=tuple("logits" if name == "dlogits" else name for name in node.reads))
+
+    return replace(code, backward=tuple(map(over, code.backward)))
+
+
+def _with_loss(code: LayerCode, by_name: Mapping[str, Node], kept: frozenset[str]) -> LayerCode:
+    """The end of a model with other kernels of the cross entropy, by what those of ``code`` make."""
+
+    def instead(node: Node) -> Nodes:
+        mine = next((name for name in LOSS_KERNELS if name in node.makes), None)
+        found = node if mine is None else by_name.get(mine)
+        return (found,) if found else ()
+
+    forward, backward = (tuple(one for node in side for one in instead(node)) for side in (code.forward, code.backward))
+    return LayerCode(forward=forward, backward=backward, kept=kept)
+
+
+LOSS_KERNELS: Final = ("logits fp32", "exps", "losses", "targets off", "dlogits")
+"""What kernels of Megatron's cross entropy make, by which they are known."""
 TRANSFORMER_ENGINE: Final = {
     "zigzag_ring": Support(masks=DENSE + DOCUMENTS, chunks=2, knobs={"zigzag": ("document",)}),
     "ulysses": Support(masks=DENSE, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True),
@@ -776,6 +855,7 @@ MEGATRON: Final = Framework(
     layer=megatron_layer,
     first=megatron_first,
     last=megatron_last,
+    losses={"none": unfused_last, "native": megatron_last, "te": fused_last},
     held=lambda _sharding: Held(
         weight=BF16, gradient=FP32, states=3 * FP32, optimizer=ADAM_AND_COPY, clipped=True, cleared=FP32
     ),

@@ -215,7 +215,8 @@ def _config(cut: Cut) -> Any:
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
         apply_rope_fusion=True,
-        cross_entropy_loss_fusion=True,
+        cross_entropy_loss_fusion=p.loss_fusion != "none",
+        cross_entropy_fusion_impl="te" if p.loss_fusion == "te" else "native",
         **more,
     )
 

@@ -106,6 +106,7 @@ def _fields(line: Line, row: Row) -> dict[str, Any]:
             "sharding": "zero1" if line["dist_opt"] else "none",
             **({"virtual_pp": vp} if vp > 1 else {}),
             **({"ep": int(line["ep"])} if row.routed else {}),
+            "loss_fusion": "none",
         },
     }
 

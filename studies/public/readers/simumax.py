@@ -12,11 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from studies.public.megatron import FUSED_LOSS
 from studies.public.readers.models import LLAMA_405B
-from studies.public.row import CLUSTERS, GIB, Line, Peak, Reader, Row, instead, left_out, number
+from studies.public.row import CLUSTERS, GIB, Line, Peak, Reader, Row, left_out, number
 
-FUSED: Final = instead(FUSED_LOSS)
 LLAMA_70B: Final = {**LLAMA_405B, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}
 MODELS: Final = {"llama3-70b": LLAMA_70B, "llama3-405b": {**LLAMA_405B, "kv_heads": 16}}
 MACHINE: Final = "long products are as fast as in SimuMax's table of single ones, 1.09 PFLOP/s"
@@ -33,7 +31,6 @@ def simumax(line: Line) -> Row:
         precision=line["precision"].lower(),
         cp=number(line["cp"]),
         routed=number(line["ep"]) > 1 or line["model"] not in MODELS,
-        code=FUSED if "cef" in line["case"] else None,
         time_s=float(line["real_ms"]) / 1e3,
         peak=Peak(nbytes=float(line["real_alloc_gib"]) * GIB) if line["real_alloc_gib"] else None,
     )
@@ -71,6 +68,7 @@ def _fields(line: Line, row: Row) -> dict[str, Any]:
             "microbatches": microbatches,
             "recompute": "none",
             "gradients": "exposed",
+            "loss_fusion": "te" if "cef" in line["case"] else "none",
         },
     }
 

@@ -105,7 +105,14 @@ def fit(found: Measurements, gpu: str) -> tuple[dict[str, Any], dict[str, Floats
     sweeps = {**dict.fromkeys(KINDS, plain), **sweeps}
     source = f"kernels {'published' if 'published' in found.header else 'measured'} on {gpu}{guesses}"
     rows = {"gpu": gpu, "source": source, "scans": scans, "sweeps": sweeps, "sigma": sigma}
-    return rows, errors
+    return _rounded(rows), errors
+
+
+def _rounded(rows: Any) -> Any:
+    """Numbers to six digits: what lies behind them differs from one machine's solver to another's."""
+    if isinstance(rows, dict):
+        return {name: _rounded(value) for name, value in rows.items()}
+    return float(f"{rows:.6g}") if isinstance(rows, float) else rows
 
 
 def main() -> None:

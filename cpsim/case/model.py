@@ -287,12 +287,13 @@ class Model:
         """(input, output) elements of a routed expert's linear layers on each of `tp` ranks."""
         return {"gate_up": (self.hidden, (1 + self.gated) * self.inner // tp), "down": (self.inner // tp, self.hidden)}
 
-    def weight_shapes(self, tp: int) -> set[tuple[int, int]]:
-        """(input, output) elements of all linear layers of layers on each of `tp` ranks, alike ones once."""
+    def weight_shapes(self, tp: int, *, dense: bool) -> set[tuple[int, int]]:
+        """(input, output) elements of linear layers on each of `tp` ranks, alike ones once; those of a ``dense`` MLP
+        beside experts where asked for."""
         found = {shape for _, model in self.kinds for shape in model.linears(tp).values()}
         if self.experts:
             found |= set(self.expert(tp).values())
-        if self.dense_layers:
+        if dense:
             found |= {(self.hidden, (1 + self.gated) * self.ffn // tp), (self.ffn // tp, self.hidden)}
         return found
 

@@ -760,22 +760,22 @@ def megatron_last(s: Sizes, _compiled: bool, _chunks: int = 1) -> LayerCode:
             Node(
                 Gemm("forward", s.tokens, s.words, s.model.hidden), ("z" + every, "weights"), {"logits": BF16 * logits}
             ),
-            kernel(BF16 + FP32, "logits", logits_fp32=FP32 * logits, largest=FP32 * s.tokens),
-            *of_all("largest", FP32 * s.tokens),
-            kernel(4 * FP32, "logits", "logits fp32", exps=FP32 * logits, sums=2 * FP32 * s.tokens),
-            *of_all("sums", 2 * FP32 * s.tokens),
-            kernel(2 * FP32, "logits", "logits fp32", "exps", "sums" + every, losses=FP32 * s.tokens),
+            kernel(BF16 + FP32, "logits", logits_fp32=FP32 * logits, logits_largest=FP32 * s.tokens),
+            *of_all("logits largest", FP32 * s.tokens),
+            kernel(4 * FP32, "logits", "logits fp32", exp_logits=FP32 * logits, logits_sums=2 * FP32 * s.tokens),
+            *of_all("logits sums", 2 * FP32 * s.tokens),
+            kernel(2 * FP32, "logits", "logits fp32", "exp logits", "logits sums" + every, losses=FP32 * s.tokens),
         ),
         backward=(
-            kernel(2 * FP32, "exps", targets_off=FP32 * logits),
-            kernel(2 * FP32 + BF16, "exps", "targets off", dlogits=BF16 * logits),
+            kernel(2 * FP32, "exp logits", logits_less_targets=FP32 * logits),
+            kernel(2 * FP32 + BF16, "exp logits", "logits less targets", dlogits=BF16 * logits),
             *(gathered(s, "z", "z again") if many else ()),
             Node(Gemm("dgrad", s.tokens, s.model.hidden, s.words), ("dlogits", "weights"), {"dz" + every: s.whole}),
             *(scattered(s, "dz all", "dz") if many else ()),
             Node(Gemm("wgrad", s.words, s.model.hidden, s.tokens), ("dlogits", "z again" if many else "z")),
             node("rms_norm_bwd", hidden, "dz", "x", dx=s.shard),
         ),
-        kept=frozenset({"z", "exps"}),
+        kept=frozenset({"z", "exp logits"}),
     )
 
 
@@ -785,11 +785,13 @@ def unfused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
     Source: Megatron-Core 0.16, tensor_parallel/cross_entropy.py.
     """
     logits, held = s.tokens * s.words, "logits fp32"
-    largest, sums = {"logits_fp32": FP32 * logits, "largest": FP32 * s.tokens}, {"sums": 2 * FP32 * s.tokens}
+    largest, sums = {"logits_fp32": FP32 * logits, "logits_largest": FP32 * s.tokens}, 2 * FP32 * s.tokens
     by_name = {
         held: eager(logits, BF16 + 2 * FP32, 2, "logits", **largest),
-        "exps": eager(logits, 5 * FP32, 6, "logits", held, **sums),
-        "losses": eager(logits, 2 * FP32, 4, "logits", held, "sums" + " all" * (s.tp > 1), losses=FP32 * s.tokens),
+        "exp logits": eager(logits, 5 * FP32, 6, "logits", held, logits_sums=sums),
+        "losses": eager(
+            logits, 2 * FP32, 4, "logits", held, "logits sums" + " all" * (s.tp > 1), losses=FP32 * s.tokens
+        ),
         "dlogits": eager(logits, 3 * FP32 + BF16, 6, held, dlogits=BF16 * logits),
     }
     return _with_loss(megatron_last(s, compiled, chunks), by_name, frozenset({"z", held}))
@@ -801,7 +803,7 @@ def fused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
 
     Source: NVIDIA/TransformerEngine, transformer_engine/common/triton/cross_entropy.py.
     """
-    logits, made = s.tokens * s.words, {"largest": FP32 * s.tokens, "sums": 2 * FP32 * s.tokens}
+    logits, made = s.tokens * s.words, {"logits largest": FP32 * s.tokens, "logits sums": 2 * FP32 * s.tokens}
     by_name = {
         "logits fp32": eager(logits, 3 * BF16, 1, "logits", **made, losses=FP32 * s.tokens),
         "dlogits": eager(logits, 2 * BF16, 1, "logits", dlogits=0),
@@ -826,7 +828,7 @@ def _with_loss(code: LayerCode, by_name: Mapping[str, Node], kept: frozenset[str
     return LayerCode(forward=forward, backward=backward, kept=kept)
 
 
-LOSS_KERNELS: Final = ("logits fp32", "exps", "losses", "targets off", "dlogits")
+LOSS_KERNELS: Final = ("logits fp32", "exp logits", "losses", "logits less targets", "dlogits")
 """What kernels of Megatron's cross entropy make, by which they are known."""
 TRANSFORMER_ENGINE: Final = {
     "zigzag_ring": Support(masks=DENSE + DOCUMENTS, chunks=2, knobs={"zigzag": ("document",)}),

@@ -229,7 +229,8 @@ class StepModel:
             return 0
         tp, is_last = self.parallel.tp, stage == self.parallel.pp - 1
         last = {(self.model.hidden, self.model.vocab // tp)} if is_last else set()
-        return BF16 * sum(inner * outer for inner, outer in self.model.weight_shapes(tp) | last)
+        dense = any(map(self._dense, range(stage, self.parallel.virtual_stages, self.parallel.pp)))
+        return BF16 * sum(inner * outer for inner, outer in self.model.weight_shapes(tp, dense=dense) | last)
 
     def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:
         """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""

@@ -14,7 +14,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.masks.tiles import local_slices
 from cpsim.masks.tiles import sequences as calls_of_tiles
 from cpsim.models.feasible import limits_of
-from cpsim.real.run import attention, elementwise, layer_calls
+from cpsim.real.run import attention, elementwise, layer_calls, sinks
 from cpsim.real.run.program import Call, Launch
 from cpsim.real.run.rows import NOWHERE, Rows, match
 from cpsim.real.run.storage import (
@@ -105,6 +105,10 @@ class Lowering:
             return self._sum(mine)
         if kind == Kind.BARRIER:  # its events are all there is to it
             return lambda: None
+        if kind == Kind.ELEMENTWISE and any(a.tensor == "dsink" for a in mine):
+            return self._sink_gradient(mine)
+        if kind == Kind.ELEMENTWISE and mine[0].tensor == "out":
+            return self._join_sinks(op, mine[0])
         if kind in (Kind.GEMM, Kind.ELEMENTWISE):
             return self._layer_op(mine)
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
@@ -123,6 +127,8 @@ class Lowering:
             for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
                 if target.mode != UPDATE and self.s.kind[i] not in ATTENTION_KINDS:
                     continue  # sums of nothing
+                if self.s.kind[i] == Kind.ELEMENTWISE:
+                    continue  # a sink joins what is complete
                 source = target if target.mode != UPDATE else next(a for a in accesses if a.mode == READ)
                 made = source.buffer in self.made_by
                 unseen: Ints | list[int] = self._unseen_by(*self.made_by[source.buffer]) if made else []
@@ -488,6 +494,49 @@ class Lowering:
     def _index(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)
 
+    # --- sinks ---
+
+    def _join_sinks(self, op: Op, target: Access) -> Launch:
+        kept, (part,) = self._kept(target), target.layout.parts("out")
+        if target.buffer in self.state:
+            nothing = self.state[target.buffer][part.rows_of(target.tokens)] == _NOTHING
+        else:
+            before = [a for i, every in self.walk if i < op.index for a in every if a.buffer == target.buffer]
+            made = np.concatenate([target.tokens[:0], *(a.tokens for a in before if a.mode != READ)])
+            nothing = ~np.isin(target.tokens, np.setdiff1d(made, self.unseen.get(target.buffer, [])))
+        return sinks.join(kept, self.x.sinks, torch.from_numpy(nothing).to(self.device))
+
+    def _sink_gradient(self, mine: list[Access]) -> Launch:
+        given, total = {a.tensor: a for a in mine}, self._sink_sum(mine[-1].buffer)
+        if "out" not in given:
+            return lambda: total.zero_()
+        (part,) = given["dout"].layout.parts("dout")
+        dout = self._block_of(given["dout"], part)
+        return sinks.gradient(self._kept(given["out"]), dout, self.x.sinks, total)
+
+    def _sink_sum(self, buffer: int) -> Tensor:
+        """Gradients of all sinks, as a buffer holds them."""
+        return self.x.sink_sums.setdefault(buffer, torch.zeros_like(self.x.sinks))
+
+    def _kept(self, out: Access) -> sinks.Kept:
+        """A block of outputs."""
+        (part,) = out.layout.parts("out")
+        first, lse = out.head - part.head, self.x.lse
+        lse.setdefault(out.buffer, self._new_lse(part.num_heads, len(part.tokens)))
+        of_group = self.x.workload.num_tokens // self.s.head_groups
+        group = self.s.tokens(out.tokens) // of_group if self.s.head_groups > 1 else np.zeros(len(out.tokens), np.int64)
+        sink = group[:, None] * self.x.workload.num_heads + np.arange(out.head, out.head + out.num_heads)
+        return sinks.Kept(
+            out_THD=self._block_of(out, part),
+            lse=lambda: lse[out.buffer][first : first + out.num_heads],
+            rows=self._rows_or_span(part.rows_of(out.tokens)),
+            sink=self._index(sink).long(),
+        )
+
+    def _block_of(self, access: Access, part: Part) -> Tensor:
+        """[T, H, D] of an access's tokens, which follow each other in memory."""
+        return self.x.view(part, _span(part, access.tokens), (access.head, access.num_heads))
+
     # --- layers around attention ---
 
     def _layer_op(self, mine: list[Access]) -> Launch:
@@ -545,6 +594,9 @@ class Lowering:
             x, y = self._all_of(reads[0]), self._span_of(targets, targets)
             _check_even(op, len(y) * len(ranks), len(x))
             return lambda: dist.reduce_scatter_tensor(y, x, group=group)
+        if kind == Kind.ALL_REDUCE and reads[0].tensor == "dsink":
+            own, total = self._sink_sum(reads[0].buffer), self._sink_sum(targets[0].buffer)
+            return lambda: (total.copy_(own), dist.all_reduce(total, group=group))
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
     def _all_to_all(

@@ -36,6 +36,7 @@ PLANES = {
     "dout": ("dout",),
     "dq": ("dq",),
     "dkv": ("dk", "dv"),
+    "dsink": ("dsink",),
     **{name: (name,) for name in TENSORS},
 }
 """What the tensors of a schedule consist of; ``out`` has a log-sum-exp beside it, which no other op than those that

@@ -36,6 +36,10 @@ class RankTensors:
     """This memory as values of the type of sums."""
     lse: dict[int, Tensor] = field(default_factory=dict)
     """Log-sum-exp [H, T] of every buffer that holds ``out``."""
+    sinks: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """A sink of every head of all groups, ``[heads]``, in the type of sums."""
+    sink_sums: dict[int, Tensor] = field(default_factory=dict)
+    """Their gradients, of every buffer that holds ``dsink``."""
 
     def view(self, part: Part, rows: slice | None = None, heads: tuple[int, int] | None = None) -> Tensor:
         """[T, H, D] of a part, or of some of its rows and (first head, heads)."""
@@ -87,4 +91,5 @@ def bind(
     narrow, wide = (
         memory.view(d).view(-1, workload.head_dim) for d in (dtype, torch.promote_types(dtype, torch.float32))
     )
-    return RankTensors(schedule, workload, node, kernel, places, narrow, wide), walk
+    sinks = torch.zeros(workload.num_heads * workload.head_groups, dtype=wide.dtype, device=node.device)
+    return RankTensors(schedule, workload, node, kernel, places, narrow, wide, sinks=sinks), walk

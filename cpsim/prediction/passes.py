@@ -149,7 +149,7 @@ def _copies(case: Case) -> int:
     scenario, cluster, knobs = case.scenario, case.cluster, case.scenario.knobs
     folds = scenario.strategy in ("usp", "loongtrain") and knobs.get("placement", "head_first") == "head_first"
     ours = case.code is CPSIM and scenario.part is None
-    if not (folds and ours) or cluster.num_gpus <= DRAWN_GPUS:
+    if not (folds and ours) or case.workload.sinks or cluster.num_gpus <= DRAWN_GPUS:
         return 1
     asked = knobs.get("ulysses")
     degree = ulysses_degree(str(scenario.strategy), case.workload, cluster, asked, "head_first")
@@ -171,6 +171,12 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
     priced = price(schedule, replace(given, ahead_s=max(ahead_s, given.ahead_s)))
     timeline = simulate(schedule, priced.work)
     notes = (f"{copies} GPUs of a node do the same each time: one of them is simulated",) if copies > 1 else ()
+    if case.workload.sinks and case.code is not CPSIM:
+        notes = (
+            *notes,
+            f"sinks: not measured in {scenario.kernel} of {case.code.name}, which takes them as arguments: "
+            "taken as free, and so is the exchange of their gradients",
+        )
     return PassResult(
         time_s=timeline.makespan_s,
         host_s=priced.host_s,

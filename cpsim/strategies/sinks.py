@@ -159,10 +159,10 @@ class _Sinks:
         for ops, pairs in _neighbours(at_kernels, self.dense):
             self._take(ops[0])
             ends = [self.dense.dep_start[ops], self.dense.dep_start[ops + 1]]
-            deps = np.full((len(ops), max(1, int((ends[1] - ends[0]).max()))), NOTHING)
+            waits = np.full((len(ops), max(1, int((ends[1] - ends[0]).max()))), NOTHING)
             for i, (first, end) in enumerate(zip(*ends, strict=True)):
-                deps[i, : end - first] = self.moved[self.dense.dep[first:end]]
-            self._sum(pairs, mine, [deps])
+                waits[i, : end - first] = self.moved[self.dense.dep[first:end]]
+            self._sum(pairs, mine, [waits])
         self._take(len(self.dense))
         if len(ranks) > 1:
             reads, writes = ((buffers[None], blocks[None]) for buffers, blocks in (mine, every))

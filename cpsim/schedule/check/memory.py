@@ -373,7 +373,8 @@ class MemoryUse:
 
     def _expected(self, tensor: str) -> Weights:
         """Weights of kernels, and of ops that join sinks."""
-        return self._of_kernels(tensor) + (self.of_sinks if tensor == "out" else 0)
+        found = self._of_kernels(tensor)
+        return found + self.of_sinks if tensor == "out" else found
 
     def _of_kernels(self, tensor: str) -> Weights:
         kv = tensor == "dkv"

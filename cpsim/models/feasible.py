@@ -423,7 +423,7 @@ def _copied_keys(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
     op_of_access, buffer_of_op = s.op_of_access(), np.full(len(s), -1)
     reads = is_kv & (s.access_mode == READ)
     buffer_of_op[op_of_access[reads]] = s.access_buffer[reads]
-    writes = (s.access_mode == WRITE) & (s.kind[op_of_access] == Kind.COPY)
+    writes = (s.access_mode == WRITE) & ((s.kind == Kind.COPY) & ~s.over_host_link())[op_of_access]
     copy, target = op_of_access[writes].astype(np.int64), s.access_buffer[writes].astype(np.int64)
     if not len(copy):
         return none, none

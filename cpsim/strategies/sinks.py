@@ -121,7 +121,7 @@ class _Sinks:
             op
             for op, k, m in zip(self.owner.tolist(), s.access_block, s.access_mode, strict=True)
             if m != READ and self.tensor[k] == "o"
-        }
+        } | set(np.flatnonzero(s.over_host_link()).tolist())
         columns = self.owner, s.access_buffer, s.access_block, s.access_mode
         for op, buffer, block, mode in zip(*(column.tolist() for column in columns), strict=True):
             if mode == READ and op in leaves and buffer in made:
@@ -189,7 +189,7 @@ class _Sinks:
 
     def _pairs(self) -> tuple[list[_Pair], list[tuple[int, _Pair]]]:
         """Kept outputs with their gradients: those that a rank is given both of, and those that meet at a kernel."""
-        s, home, kernels = self.dense, list[_Pair](), list[tuple[int, _Pair]]()
+        s, home, kernels, at_kernels = self.dense, list[_Pair](), list[tuple[int, _Pair]](), self._at_kernels()
         given = {self._place(b, k): (b, k) for b, k in s.inputs.tolist() if self.tensor[k] == "dout"}
         for buffer, block in s.inputs.tolist():
             if self.tensor[block] != "out":
@@ -197,8 +197,11 @@ class _Sinks:
             place = self._place(buffer, block)
             if place in given:
                 home.append(_Pair(buffer, block, *given[place]))
+            elif place in at_kernels:
+                kernels.append(at_kernels[place])
             else:
-                kernels.append(self._at_kernel(buffer, block))
+                text = s.block_text(block)
+                raise InfeasibleError(f"sinks: no rank has {text} and its gradient together; leave sinks out")
         return home, sorted(kernels)
 
     def _place(self, buffer: int, block: int) -> tuple[int, int, int, int]:
@@ -206,22 +209,17 @@ class _Sinks:
         first, count = self.dense.block_heads[block].tolist()
         return int(self.dense.buffer_rank[buffer]), int(self.dense.block_set[block]), first, count
 
-    def _at_kernel(self, buffer: int, block: int) -> tuple[int, _Pair]:
-        """The first kernel that reads all of an output, and where it reads the gradient."""
-        s, owner = self.dense, self.owner
-        place = self._place(buffer, block)
-        for a in np.flatnonzero(s.access_buffer == buffer).tolist():
-            op = int(owner[a])
-            if s.kind[op] != Kind.ATTENTION_BACKWARD or self._place(buffer, int(s.access_block[a])) != place:
-                continue
-            for other in range(s.access_start[op], s.access_start[op + 1]):
-                there, what = int(s.access_buffer[other]), int(s.access_block[other])
-                if self.tensor[what] == "dout" and self._place(there, what) == place:
-                    return op, _Pair(buffer, block, there, what)
-        text = s.block_text(block)
-        raise InfeasibleError(
-            f"sinks: no rank has {text} and its gradient together; use another strategy or leave sinks out"
-        )
+    def _at_kernels(self) -> dict[tuple[int, int, int, int], tuple[int, _Pair]]:
+        """By rank, tokens and heads: the first kernel that reads an output and its gradient, and where it does."""
+        s, found = self.dense, dict[tuple[int, int, int, int], tuple[int, _Pair]]()
+        for op in np.flatnonzero(s.kind == Kind.ATTENTION_BACKWARD).tolist():
+            every = slice(s.access_start[op], s.access_start[op + 1])
+            accesses = zip(s.access_buffer[every].tolist(), s.access_block[every].tolist(), strict=True)
+            read = {self.tensor[k]: (b, k) for b, k in accesses if self.tensor[k] in ("out", "dout")}
+            place = self._place(*read["out"])
+            if place not in found and self._place(*read["dout"]) == place:
+                found[place] = op, _Pair(*read["out"], *read["dout"])
+        return found
 
 
 def _neighbours(pairs: Sequence[tuple[int, _Pair]], s: Schedule) -> Iterator[tuple[Ints, list[_Pair]]]:

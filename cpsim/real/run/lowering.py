@@ -38,6 +38,7 @@ from cpsim.schedule.schedule import (
     READ,
     STREAMS,
     UPDATE,
+    WRITE,
     Kind,
     Op,
     Schedule,
@@ -60,6 +61,10 @@ class Lowering:
         """What every row of a summed result holds."""
         self.left: dict[int, Ints] = {}
         """Partial results that every row of a summed result still gets."""
+        self.later: dict[int, list[Ints]] = {}
+        """The same of blocks that a buffer holds later, in turn."""
+        self.reused: dict[int, int] = {}
+        """Buffers that results leave from, block by block, and how many blocks they have held."""
         self.made_by: dict[int, tuple[int, Access]] = {}
         """The kernel that made what a buffer holds, and what it left there."""
         self.walk = walk
@@ -92,9 +97,13 @@ class Lowering:
         return made
 
     def _computation(self, op: Op, kind: Kind, mine: list[Access]) -> Launch:
+        begins = self._begin(op, mine) if kind == Kind.ATTENTION else None
         if kind in ATTENTION_KINDS and op.area == 0:  # a share of the mask without pairs: results stay sums of nothing
             self.unseen |= self._unseen(op.index, mine)
-            return lambda: None
+            return begins or (lambda: None)
+        if kind == Kind.ATTENTION and begins is not None:
+            attend = self._attention(op, mine)
+            return lambda: (begins(), attend())
         if kind == Kind.ATTENTION:
             return self._attention(op, mine)
         if kind == Kind.ATTENTION_BACKWARD:
@@ -121,9 +130,15 @@ class Lowering:
             (part,) = layout.parts(layout.chunks[0].parts[0].plane)
             tokens = part.tokens
             self.state[buffer] = np.full(len(tokens), _NOTHING)
-            self.left[buffer] = np.zeros(len(tokens), np.int64)
+            self.left[buffer], self.later[buffer] = np.zeros(len(tokens), np.int64), []
+        self.reused, begun = self._reused(), set[int]()
         for i, accesses in self.walk if self.state else ():
             self._follow(i, accesses)
+            for a in accesses if self.s.kind[i] == Kind.ATTENTION else ():
+                if a.mode == WRITE and a.buffer in self.state and a.buffer in self.reused:
+                    if a.buffer in begun:
+                        self.later[a.buffer].append(np.zeros_like(self.left[a.buffer]))
+                    begun.add(a.buffer)
             for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
                 if target.mode != UPDATE and self.s.kind[i] not in ATTENTION_KINDS:
                     continue  # sums of nothing
@@ -133,12 +148,45 @@ class Lowering:
                 made = source.buffer in self.made_by
                 unseen: Ints | list[int] = self._unseen_by(*self.made_by[source.buffer]) if made else []
                 rows = _rows_of(target, np.setdiff1d(target.tokens, unseen))
-                self.left[target.buffer][rows] += 1
+                (self.later[target.buffer] or [self.left[target.buffer]])[-1][rows] += 1
         for buffer in np.flatnonzero(self.s.buffer_rank == self.rank).tolist():
             pairs = (*self.s.inputs.tolist(), *self.s.outputs.tolist())
             for tensor, tokens, _, count in (self.places.block(k) for b, k in pairs if b == buffer):
                 if tensor == "out":
                     self.x.lse[buffer] = self._new_lse(count, len(tokens))
+
+    def _reused(self) -> dict[int, int]:
+        """Buffers that kernels make block after block in, which all-to-alls take from there; none has held one yet."""
+        s, owner = self.s, self.s.op_of_access()
+        sends = (s.kind[owner] == Kind.ALL_TO_ALL) & (s.access_mode == READ)
+        makes = (s.kind[owner] == Kind.ATTENTION) & (s.access_mode == WRITE)
+        blocks = np.bincount(s.access_buffer[makes], minlength=len(s.buffer_rank))
+        sent = np.unique(s.access_buffer[sends])
+        return dict.fromkeys(sent[(blocks[sent] > 1) & ~self.places.is_output[sent]].tolist(), 0)
+
+    def _begin(self, op: Op, mine: list[Access]) -> Launch | None:
+        """Where a buffer holds block after block: clears what no kernel will write of the next."""
+        target = next(a for a in mine if a.mode != READ)
+        buffer, (part,) = target.buffer, target.layout.parts("out")
+        if target.mode != WRITE or buffer not in self.reused:
+            return None
+        self.reused[buffer] += 1
+        never = part.rows_of(self._unseen_by(op.index, target))
+        if buffer in self.state:
+            if self.reused[buffer] > 1:
+                self.left[buffer] = self.later[buffer].pop(0)
+            self.state[buffer] = np.full_like(self.state[buffer], _NOTHING)
+            never = np.flatnonzero(self.left[buffer] == 0)
+        if not len(never):
+            return None
+        out, rows, x = self.x.view(part), self._index(never).long(), self.x
+        lse = self._new_lse(part.num_heads, len(part.tokens))
+
+        def clear() -> None:
+            out[rows] = 0
+            x.lse[buffer] = lse
+
+        return clear
 
     def _follow(self, i: int, accesses: Sequence[Access]) -> None:
         """Remember which kernel made what the buffers of all ranks hold, also where a transfer has taken it."""
@@ -480,6 +528,7 @@ class Lowering:
         lse[target.buffer], to = into, self._index(rows)
 
         def columns() -> elementwise.Columns:
+            lse[target.buffer] = into  # the buffer may hold several blocks in turn
             found = [self._lse_of(a) for a in sources]
             source = found[0] if len(found) == 1 else torch.cat(found, dim=1)
             return elementwise.Columns(source_HT=source, source=index, target_HT=into, target=to)

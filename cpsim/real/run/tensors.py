@@ -84,6 +84,10 @@ def bind(
     """
     if workload.value_dim not in (0, workload.head_dim):
         raise InfeasibleError("value_dim: the executor lays out values as large as keys; leave value_dim out")
+    if node.cuda and schedule.on_host().any():
+        raise InfeasibleError(
+            "the executor keeps nothing in the host's memory of a GPU; predict it, or run it with --cpu"
+        )
     places, walk = laid_out or lay_out(schedule, workload)
     workload = workload.by_group(schedule.head_groups)
     dtype = DTYPES[workload.dtype]

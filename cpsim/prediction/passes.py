@@ -163,7 +163,8 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
         knobs = dict(scenario.knobs) | {"ulysses": copies}
         scenario, cluster = scenario.model_copy(update={"knobs": knobs}), cluster.folded(copies)
     folded = replace(case, scenario=scenario, cluster=cluster)
-    _check_memory(folded, least_memory(case.workload, case.cluster.num_gpus, pass_), "at least ")
+    own: Pass = "fwd" if "token_chunks" in scenario.knobs else pass_  # backward, a GPU holds gradients alone
+    _check_memory(folded, least_memory(case.workload, case.cluster.num_gpus, own), "at least ")
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = _memory_of(schedule, case)
     _check_memory(folded, memory)
@@ -171,20 +172,29 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
     priced = price(schedule, replace(given, ahead_s=max(ahead_s, given.ahead_s)))
     timeline = simulate(schedule, priced.work)
     notes = (f"{copies} GPUs of a node do the same each time: one of them is simulated",) if copies > 1 else ()
-    if case.workload.sinks and case.code is not CPSIM:
-        notes = (
-            *notes,
-            f"sinks: not measured in {scenario.kernel} of {case.code.name}, which takes them as arguments: "
-            "taken as free, and so is the exchange of their gradients",
-        )
     return PassResult(
         time_s=timeline.makespan_s,
         host_s=priced.host_s,
         memory_bytes=memory,
-        notes=(*notes, *priced.notes),
+        notes=(*notes, *_notes(case, schedule), *priced.notes),
         planning=schedule.planning,
         simulated=((timeline, priced),),
     )
+
+
+def _notes(case: Case, schedule: Schedule) -> tuple[str, ...]:
+    """What a strategy or somebody's code takes that is not in its time."""
+    notes = list[str]()
+    if case.workload.sinks and case.code is not CPSIM:
+        notes.append(
+            f"sinks: not measured in {case.scenario.kernel} of {case.code.name}, which takes them as arguments: "
+            "taken as free, and so is the exchange of their gradients"
+        )
+    there = schedule.buffer_nbytes * schedule.on_host()
+    if there.any():
+        most = np.bincount(schedule.buffer_rank, there, schedule.num_ranks).max()
+        notes.append(f"offload: {most / 1e9:.2f} GB of its host's memory for each GPU, which is taken to be there")
+    return tuple(notes)
 
 
 def least_memory(workload: Workload, num_gpus: int, pass_: Pass) -> int:

@@ -26,7 +26,7 @@ from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError
 from cpsim.masks.slices import Ints, RangeSets
 from cpsim.masks.tiles import make_tiles
-from cpsim.schedule.builder import Builder
+from cpsim.schedule.builder import Access, Builder
 from cpsim.schedule.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies.sizes import Sizes
 
@@ -62,6 +62,12 @@ class _Slot:
 
 Use = tuple[_Slot, Sequence[Int32]]
 """A buffer and the blocks in it, ``[ranks]`` each."""
+
+
+def _accesses(uses: Sequence[Use], together: bool) -> list[Access]:
+    """As ops have them; of a collective those of all ranks."""
+    each = [(slot.buffers, block) for slot, blocks in uses for block in blocks]
+    return [(buffers[None], block[None]) for buffers, block in each] if together else each
 
 
 class _Lockstep:
@@ -113,10 +119,9 @@ class _Lockstep:
             tile=tile,
             heads=(0, 0, 0, 0) if heads is None else heads,
             deps=[self.ops[op][None] if together else self.ops[op] for op in waits],
-            **{
-                mode: [(s.buffers[None], k[None]) if together else (s.buffers, k) for s, blocks in uses for k in blocks]
-                for mode, uses in (("reads", reads), ("writes", writes), ("updates", updates))
-            },
+            reads=_accesses(reads, together),
+            writes=_accesses(writes, together),
+            updates=_accesses(updates, together),
         )
         self.ops.append(np.repeat(made, len(self.ranks)) if together else made)
         self.streams.append(stream)
@@ -167,6 +172,7 @@ class _Chunks:
         self.width = {"q": q, "dq": q, "kv": kv, "dkv": kv, "o": o, "dout": o, "out": o + lse}
         """Bytes of one token of a rank's heads."""
         self.lse_bytes = lse * self.tokens
+        self.hosts: dict[tuple[str, int], _Slot] = {}
 
     def nbytes(self, tensor: str) -> int:
         """Of a chunk of a rank's heads, which is as much as a rank's piece of it with all heads, replicas included."""
@@ -204,19 +210,34 @@ class _Chunks:
         state(slot.buffers, self.of_own(tensor))  # type: ignore[operator]
         return slot
 
-    def hosted(self, tensor: str, *, filled: bool = False) -> list[_Slot]:
-        """A buffer in the host's memory for every chunk."""
-        nbytes = self.wide(tensor) if tensor == "dq" else self.nbytes(tensor)
-        slots = [self.x.slot(f"{tensor} on host", nbytes) for _ in range(self.chunks)]
-        for chunk, slot in enumerate(slots if filled else ()):
-            self.b.input(slot.buffers, self.of_heads(tensor, chunk))
-        return slots
+    def kept(self, tensor: str) -> None:
+        """A tensor is in the host's memory before the first op."""
+        for chunk in range(self.chunks):
+            self.b.input(self.host(tensor, chunk).buffers, self.of_heads(tensor, chunk))
 
-    def move(self, tensor: str, chunk: int, step: int, source: _Slot, target: _Slot, *, home: bool) -> None:
-        """A chunk to its host, or back."""
-        blocks, stream = [self.of_heads(tensor, chunk)], "to_host" if home else "from_host"
-        nbytes = self.wide(tensor) if tensor == "dq" else self.nbytes(tensor)
-        self.x.add(Kind.COPY, stream, step, nbytes=nbytes, reads=[(source, blocks)], writes=[(target, blocks)])
+    def host(self, tensor: str, chunk: int) -> _Slot:
+        """A buffer in the host's memory for a chunk."""
+        if (tensor, chunk) not in self.hosts:
+            self.hosts[tensor, chunk] = self.x.slot(f"{tensor} on host", self.moved(tensor))
+        return self.hosts[tensor, chunk]
+
+    def moved(self, tensor: str) -> int:
+        """Bytes of a chunk on its way to the host or back: sums of gradients stay in fp32."""
+        return self.wide(tensor) if tensor == "dq" else self.nbytes(tensor)
+
+    def save(self, tensor: str, chunk: int, step: int, source: _Slot) -> None:
+        """A chunk to its host."""
+        self._move(tensor, chunk, step, "to_host", source, self.host(tensor, chunk))
+
+    def fetch(self, tensor: str, chunk: int, step: int, target: _Slot) -> None:
+        """A chunk from its host."""
+        self._move(tensor, chunk, step, "from_host", self.host(tensor, chunk), target)
+
+    def _move(self, tensor: str, chunk: int, step: int, stream: str, source: _Slot, target: _Slot) -> None:
+        block = [self.of_heads(tensor, chunk)]
+        self.x.add(
+            Kind.COPY, stream, step, nbytes=self.moved(tensor), reads=[(source, block)], writes=[(target, block)]
+        )
 
     def bring(self, tensor: str, chunk: int, own: _Slot, packed: _Slot, there: _Slot) -> None:
         """A chunk to the ranks of its heads: its pieces are ordered by rank and exchanged."""
@@ -253,7 +274,6 @@ class _Chunks:
     def forward(self) -> Schedule:
         own = {t: self.given(t) for t in ("q", "kv")}
         packed, here = ({t: self.slots(f"{t} {what}", self.nbytes(t)) for t in own} for what in ("by rank", "of chunk"))
-        host = {t: self.hosted(t) for t in ("q", "kv", "out")}
         fetched = self.slots("kv of another chunk", self.nbytes("kv"))
         total = self.slots("out of chunk", self.nbytes("out") + self.wide("o"))
         part = self.x.slot("out of two chunks", self.nbytes("out"))
@@ -266,7 +286,7 @@ class _Chunks:
         def take(tensor: str, chunk: int) -> None:
             at = chunk % len(here[tensor])
             self.bring(tensor, chunk, own[tensor], packed[tensor][at], here[tensor][at])
-            self.move(tensor, chunk, chunk, here[tensor][at], host[tensor][chunk], home=True)
+            self.save(tensor, chunk, chunk, here[tensor][at])
             if tensor == "kv":
                 held[at] = chunk
 
@@ -285,7 +305,7 @@ class _Chunks:
                 at = next((slot for slot, there in held.items() if there == keys), None)
                 source = fetched[turn % len(fetched)] if at is None else here["kv"][at]
                 if at is None:
-                    self.move("kv", keys, chunk, host["kv"][keys], source, home=False)
+                    self.fetch("kv", keys, chunk, source)
                     turn += 1
                 self.attend(
                     chunk,
@@ -299,7 +319,7 @@ class _Chunks:
                 )
             done = total[chunk % len(total)], [self.of_heads("out", chunk)]
             self.leave("o", chunk, done, returned[chunk % len(returned)])
-            self.move("out", chunk, chunk, done[0], host["out"][chunk], home=True)
+            self.save("out", chunk, chunk, done[0])
             if chunk:
                 self.arrive("o", chunk - 1, returned[(chunk - 1) % len(returned)], home)
         self.arrive("o", self.chunks - 1, returned[(self.chunks - 1) % len(returned)], home)
@@ -329,9 +349,8 @@ class _Chunks:
 
     def backward(self) -> Schedule:
         given, results = self.given("dout"), {t: self.result(t) for t in ("dq", "dkv")}
-        host = {t: self.hosted(t, filled=True) for t in ("q", "kv", "out")} | {
-            t: self.hosted(t) for t in ("dout", "dq")
-        }
+        for tensor in ("q", "kv", "out"):
+            self.kept(tensor)
         packed = self.slots("dout by rank", self.nbytes("dout"))
         here = {t: self.slots(f"{t} of chunk", self.nbytes(t)) for t in ("q", "out", "dout", "kv")}
         total = {t: self.slots(f"{t} sum", self.wide(t)) for t in results}
@@ -341,15 +360,14 @@ class _Chunks:
             keys, queries, at = turn.keys, turn.queries, turn.at
             at_keys = keys % len(here["kv"])
             if turn.begins:
-                self.move("kv", keys, keys, host["kv"][keys], here["kv"][at_keys], home=False)
+                self.fetch("kv", keys, keys, here["kv"][at_keys])
             returns = ("q", "out") if turn.first else ("q", "out", "dout", "dq")
             for tensor in returns if turn.fetched else ():
-                target = total["dq"] if tensor == "dq" else here[tensor]
-                self.move(tensor, queries, keys, host[tensor][queries], target[at], home=False)
+                self.fetch(tensor, queries, keys, (total if tensor == "dq" else here)[tensor][at])
             if turn.first:
                 self.bring("dout", queries, given, packed[queries % len(packed)], here["dout"][at])
                 if turn.again:
-                    self.move("dout", queries, keys, here["dout"][at], host["dout"][queries], home=True)
+                    self.save("dout", queries, keys, here["dout"][at])
             reads = [(here[t][at], [self.of_heads(t, queries)]) for t in ("q", "out", "dout")]
             reads.append((here["kv"][at_keys], [self.of_heads("kv", keys)]))
             made = {"dq": [self.of_heads("dq", queries)], "dkv": [self.of_heads("dkv", keys)]}
@@ -368,7 +386,7 @@ class _Chunks:
             if not turn.again:
                 back["dq"].leave(queries, sums["dq"][0])
             elif turn.leaves:
-                self.move("dq", queries, keys, total["dq"][at], host["dq"][queries], home=True)
+                self.save("dq", queries, keys, total["dq"][at])
             if turn.ends:
                 back["dkv"].leave(keys, sums["dkv"][0])
         for each in back.values():

@@ -90,7 +90,7 @@ on lanes of their own (a second process group), and so do keys and values betwee
 collectives run on ``comm``. Of a training step weights are gathered on ``gather`` and gradients summed on ``scatter``.
 What waits in the host's memory leaves and returns on the last two."""
 
-HOST_STREAMS: Final = STREAMS.index("to_host"), STREAMS.index("from_host")
+HOST_STREAMS: Final = len(STREAMS) - 2, len(STREAMS) - 1
 READ, WRITE, UPDATE = range(3)
 MODE_NAMES: Final = ("reads", "writes", "updates")
 
@@ -396,7 +396,11 @@ class Schedule:
     def over_host_link(self) -> Mask:
         """Ops that copy to or from the host's memory, those on ``HOST_STREAMS``, ``[N]``; their ``nbytes`` are what
         passes the link."""
-        return np.isin(self.lane_stream[self.lane_start[:-1]], HOST_STREAMS)
+        found = np.zeros(len(self), np.bool_)
+        lanes = np.flatnonzero(self.lane_stream >= HOST_STREAMS[0])
+        if len(lanes):
+            found[self.op_of_lane()[lanes]] = True
+        return found
 
     def on_host(self) -> Mask:
         """Buffers in the host's memory: those that copies to it write and copies from it read, ``[buffers]``."""

@@ -45,7 +45,7 @@ def joins(schedule):
 def test_every_strategy_computes_softmax_with_one_column_more_and_its_gradients(name, knobs, pass_):
     cases = [("causal", "one", "gqa"), ("causal_document", "short", "mha"), (BLIND_MASK, "uneven", "mqa")]
     count = 0
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 4, 8):
         for mask, documents, heads in cases:
             case = workload(mask, documents, heads, sinks=True)
             schedule = planned(name, case, ranks, pass_, knobs)

@@ -35,7 +35,7 @@ class _Join(NamedTuple):
     """A complete output in a buffer."""
 
     last: int
-    """Op after which it is complete."""
+    """Op after which it is complete; NOTHING where no key is seen."""
     buffer: int
     block: int
     readers: tuple[int, ...]
@@ -132,6 +132,8 @@ class _Sinks:
                 made[buffer] = op, block if mode == WRITE else made.get(buffer, (op, block))[1]
         for buffer in [b for b in made if b in read or b in whole]:
             close(buffer)
+        written = {join.buffer for join in found}
+        found += [_Join(NOTHING, buffer, block, ()) for buffer, block in whole.items() if buffer not in written]
         return sorted(found)
 
     def _scale(self, joins: Sequence[_Join]) -> None:
@@ -141,7 +143,7 @@ class _Sinks:
             Kind.ELEMENTWISE,
             (self.dense.buffer_rank[buffers], "compute"),
             nbytes=2 * self.nbytes[blocks],
-            deps=[self.moved[[join.last for join in joins]]],
+            deps=[np.array([NOTHING if join.last == NOTHING else self.moved[join.last] for join in joins])],
             updates=[(buffers, blocks)],
         )
         for join, op in zip(joins, scaled.tolist(), strict=True):

@@ -176,13 +176,13 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
         time_s=timeline.makespan_s,
         host_s=priced.host_s,
         memory_bytes=memory,
-        notes=(*notes, *_notes(case, schedule), *priced.notes),
+        notes=(*notes, *_notes(case, schedule, pass_), *priced.notes),
         planning=schedule.planning,
         simulated=((timeline, priced),),
     )
 
 
-def _notes(case: Case, schedule: Schedule) -> tuple[str, ...]:
+def _notes(case: Case, schedule: Schedule, pass_: Pass) -> tuple[str, ...]:
     """What a strategy or somebody's code takes that is not in its time."""
     notes = list[str]()
     if case.workload.sinks and case.code is not CPSIM:
@@ -193,7 +193,8 @@ def _notes(case: Case, schedule: Schedule) -> tuple[str, ...]:
     there = schedule.buffer_nbytes * schedule.on_host()
     if there.any():
         most = np.bincount(schedule.buffer_rank, there, schedule.num_ranks).max()
-        notes.append(f"offload: {most / 1e9:.2f} GB of its host's memory for each GPU, which is taken to be there")
+        when = "forward" if pass_ == "fwd" else "backward"
+        notes.append(f"offload: {most / 1e9:.2f} GB of its host's memory for each GPU {when}, taken to be there")
     return tuple(notes)
 
 

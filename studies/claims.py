@@ -64,6 +64,9 @@ RAIL: Final = {
 }
 """One of eight GPUs of each of four nodes, among which the heads of Llama-3-405B are shared."""
 
+FOUR: Final = {"cluster": "p4de", "gpus": 4, "heads": 32, "kv_heads": 8}
+"""Half a node of A100, and the heads of Llama-3-8B."""
+
 CLAIMS: Final = (
     Claim(
         paper="Mesh-Attention (2512.20968)",
@@ -113,6 +116,26 @@ CLAIMS: Final = (
         tokens=(2**17, 2**20),
         this=("zigzag_ring", {"backward": "queries"}),
         shape="attention on 32 A100, 32 heads",
+    ),
+    Claim(
+        paper="FPDT (2408.16978)",
+        claim="an 8B model with 2M tokens on 4 GPUs, at over 55 % of their peak",
+        faster=False,
+        case=FOUR,
+        tokens=(2**20,),
+        this=("ulysses", {"token_chunks": 16}),
+        that=("ulysses", {}),
+        shape="attention on 4 A100, 32:8 heads, beside Ulysses without chunks",
+    ),
+    Claim(
+        paper="the same",
+        claim="the same",
+        faster=False,
+        case=FOUR,
+        tokens=(2**21,),
+        this=("ulysses", {"token_chunks": 32}),
+        that=("ulysses", {}),
+        shape="the same",
     ),
 )
 

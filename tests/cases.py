@@ -36,7 +36,14 @@ ALL_KNOBS = {
     "ring": ({},),
     "zigzag_ring": ({"zigzag": "document"}, {"zigzag": "sequence"}, {"backward": "queries"}),
     "striped_ring": ({},),
-    "ulysses": ({}, {"head_groups": 2}, {"head_chunks": 2}, {"head_chunks": 2, "buffers": 1}),
+    "ulysses": (
+        {},
+        {"head_groups": 2},
+        {"head_chunks": 2},
+        {"head_chunks": 2, "buffers": 1},
+        {"token_chunks": 2},
+        {"token_chunks": 3},
+    ),
     "allgather": (
         {},
         {"layout": "contiguous"},

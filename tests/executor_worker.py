@@ -40,6 +40,9 @@ def problems(num_ranks):
     held = [(name, knobs) for name, knobs in ALL_STRATEGIES if name in CACHED]
     for mask, cached in (("causal", 16), ("causal", 31), ("full", 40), ("causal_document", 12)):
         yield f"{mask} cached {cached}", workload(mask, "uneven", dtype="fp64", cached=cached), held
+    for i, (mask, documents) in enumerate((("causal", "one"), ("causal_document", "uneven"), (BLIND_MASK, "uneven"))):
+        problem = workload(mask, documents, "mha" if i else "gqa", dtype="fp64", sinks=True)
+        yield f"{mask} {documents} with sinks", problem, ALL_STRATEGIES
     rings = [(name, knobs) for name, knobs in ALL_STRATEGIES if "ring" in name or name == "hybrid_cp"]
     for documents in ((49,), (11,), (1, 20, 2, 32)):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings

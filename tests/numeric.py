@@ -12,15 +12,22 @@ from cpsim.schedule.schedule import READ, UPDATE, Kind
 def tensors(workload, seed=0):
     """Random q, kv and dout of a workload and, computed densely, out (with log-sum-exp last), dq and dkv.
 
-    Shapes ``[tokens, heads, width]``: width d of keys and v of values, for ``out`` v + 1, for ``kv`` and ``dkv`` d + v.
+    Shapes ``[tokens, heads, width]``: width d of keys and v of values, for ``out`` v + 1, for ``kv`` and ``dkv`` d + v;
+    with sinks ``sink`` and ``dsink``, one row for all tokens.
     """
     rng, w = np.random.default_rng(seed), workload
     q, dout = (rng.normal(size=(w.num_tokens, w.num_heads, width)) for width in (w.head_dim, w.values))
     kv = rng.normal(size=(w.num_tokens, w.num_kv_heads, w.head_dim + w.values))
     allowed = dense_mask(w.slices(), w.num_tokens)
-    out = attend(q, kv, allowed)
+    sink = rng.normal(size=w.num_heads) if w.sinks else np.full(w.num_heads, -np.inf)
+    out = attend(q, kv, allowed, sink)
     dq, dkv = attend_backward(q, kv, out, dout, allowed)
-    return {"q": q, "kv": kv, "dout": dout, "out": out, "o": out[..., :-1], "dq": dq, "dkv": dkv}
+    found = {"q": q, "kv": kv, "dout": dout, "out": out, "o": out[..., :-1], "dq": dq, "dkv": dkv}
+    if not w.sinks:
+        return found
+    weight = np.exp(sink - out[..., -1])
+    dsink = -(weight * (dout * out[..., :-1]).sum(axis=2)).sum(axis=0)
+    return found | {"sink": sink[None, :, None], "dsink": dsink[None, :, None]}
 
 
 def _scores(q, kv, allowed):
@@ -31,11 +38,14 @@ def _scores(q, kv, allowed):
     return np.where(allowed, scores, -np.inf), k, v
 
 
-def attend(q, kv, allowed):
-    """Output and log-sum-exp ``[queries, heads, d + 1]``; nothing and -inf where a query sees no key."""
+def attend(q, kv, allowed, sink=-np.inf):
+    """Output and log-sum-exp ``[queries, heads, d + 1]``; nothing and -inf where a query sees no key.
+
+    ``sink`` is a logit of every head that joins the denominators.
+    """
     scores, _, v = _scores(q, kv, allowed)
     with np.errstate(divide="ignore"):
-        lse = np.log(np.exp(scores).sum(axis=2))
+        lse = np.log(np.exp(scores).sum(axis=2) + np.exp(np.reshape(sink, (-1, 1))))
     weights = np.exp(scores - np.where(np.isfinite(lse), lse, 0)[..., None])
     return np.concatenate([weights @ v, lse[..., None]], axis=2).swapaxes(0, 1)
 
@@ -103,6 +113,7 @@ class Interpreter:
 
     def __init__(self, schedule, workload, given):
         workload = workload.by_group(schedule.head_groups)
+        self.num_tokens = workload.num_tokens
         self.s, self.mask = schedule, workload.slices(schedule.stride)
         self.seeing = dense_mask(self.mask, workload.num_tokens).any(axis=1)
         """Queries that see a key; outputs of the others start as zeros and need not be written."""
@@ -112,11 +123,14 @@ class Interpreter:
         self.widths = {name: array.shape[2] for name, array in given.items()}
         for buffer, block in schedule.outputs.tolist():
             tensor, tokens, heads = self.block(block)
+            if tensor == "dsink":
+                continue
             empty = np.full((len(tokens), heads.stop - heads.start, self.widths[tensor]), np.nan)
             blind = ~self.seeing[tokens] & (not tensor.endswith("kv"))
             empty[blind] = 0
             empty[blind, :, -1] = -np.inf if tensor == "out" else 0
             self.memory[buffer][tensor] = tokens, heads.start, empty
+        self.sinks = given["sink"].ravel() if "sink" in given else None
         for buffer, block in schedule.inputs.tolist():
             tensor, tokens, heads = self.block(block)
             self.memory[buffer][tensor] = tokens, heads.start, given[tensor][schedule.tokens(tokens), heads]
@@ -131,9 +145,12 @@ class Interpreter:
         for i in order:
             self.step(i)
         return [
-            (self.s.block_text(block), *self.block(block), self.load(buffer, block))
+            (self.s.block_text(block), *self.block(block), self.result(buffer, block))
             for buffer, block in self.s.outputs.tolist()
         ]
+
+    def result(self, buffer, block):
+        return self.memory[buffer]["dsink"] if self.block(block)[0] == "dsink" else self.load(buffer, block)
 
     def load(self, buffer, block):
         tensor, tokens, heads = self.block(block)
@@ -149,8 +166,31 @@ class Interpreter:
         held, first, target = self.memory[buffer][tensor]
         target[np.searchsorted(held, tokens), heads.start - first : heads.stop - first] = array
 
+    def sums_of_sinks(self, i):
+        """Whether an op makes sums of sinks' gradients, which have heads and no tokens; it is done then."""
+        s, at = self.s, slice(self.s.access_start[i], self.s.access_start[i + 1])
+        names = [s.block_tensors[t] for t in s.block_tensor[s.access_block[at]]]
+        if "dsink" not in names:
+            return False
+        buffers, modes = s.access_buffer[at].tolist(), s.access_mode[at].tolist()
+        of = [
+            (name, b, k)
+            for name, b, k, m in zip(names, buffers, s.access_block[at].tolist(), modes, strict=True)
+            if m == READ
+        ]
+        if s.kind[i] == Kind.ALL_REDUCE:
+            made = sum(self.memory[b]["dsink"] for _, b, _ in of)
+        else:
+            made = self.sink_gradient([(*self.block(k), self.load(b, k)) for _, b, k in of])
+        for name, b, mode in zip(names, buffers, modes, strict=True):
+            if name == "dsink" and mode != READ:
+                self.memory[b]["dsink"] = made + (self.memory[b]["dsink"] if mode == UPDATE else 0)
+        return True
+
     def step(self, i):
         s = self.s
+        if self.sums_of_sinks(i):
+            return
         at = range(s.access_start[i], s.access_start[i + 1])
         accesses = [(int(s.access_buffer[a]), int(s.access_block[a]), int(s.access_mode[a])) for a in at]
         reads = [(*self.block(k), self.load(b, k)) for b, k, mode in accesses if mode == READ]
@@ -166,7 +206,34 @@ class Interpreter:
                 tensor, tokens, heads = self.block(k)
                 self.memory[b][tensor] = tokens, heads.start, array.copy()
 
+    def sink_of(self, tokens, heads):
+        """Which sinks belong to rows of a block, ``[tokens, heads]``: with groups of heads, those of every row's."""
+        group = tokens // (self.num_tokens // self.s.head_groups)
+        return group[:, None] * (len(self.sinks) // self.s.head_groups) + np.arange(heads.start, heads.stop)
+
+    def joined_by_sinks(self, target, out):
+        """An output with its heads' sinks in the denominators."""
+        _, tokens, heads = target
+        none = np.zeros_like(out)
+        none[..., -1] = self.sinks[self.sink_of(tokens, heads)]
+        return merge(out, none)
+
+    def sink_gradient(self, reads):
+        """What some outputs and their gradients add to the gradient of every sink."""
+        total = np.zeros_like(self.sinks)
+        if not reads:
+            return total
+        (_, tokens, heads, out), (_, others, same, dout) = sorted(reads, key=lambda read: read[0] != "out")
+        assert np.array_equal(tokens, others)
+        assert heads == same
+        which = self.sink_of(tokens, heads)
+        np.add.at(total, which, -np.exp(self.sinks[which] - out[..., -1]) * (dout * out[..., :-1]).sum(axis=2))
+        return total
+
     def compute(self, i, reads, targets, old):
+        names = [self.block(k)[0] for _, k, _ in targets]
+        if self.sinks is not None and names == ["out"] and self.s.kind[i] == Kind.ELEMENTWISE:
+            return [self.joined_by_sinks(self.block(targets[0][1]), old[0])]
         match Kind(int(self.s.kind[i])):
             case Kind.ATTENTION | Kind.ATTENTION_BACKWARD:
                 return self.attention(i, reads, targets)
@@ -270,5 +337,5 @@ def check(schedule, workload, order, seed=0):
     """Assert that the outputs of the schedule are those of dense attention."""
     given = given_by_group(workload, schedule.head_groups, seed)
     for text, tensor, tokens, heads, array in Interpreter(schedule, workload, given).run(order):
-        wanted = given[tensor][schedule.tokens(tokens), heads]
+        wanted = given[tensor].ravel() if tensor == "dsink" else given[tensor][schedule.tokens(tokens), heads]
         np.testing.assert_allclose(array, wanted, rtol=1e-10, atol=1e-10, err_msg=text)

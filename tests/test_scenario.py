@@ -28,7 +28,7 @@ SMALL = {"gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads":
 def test_fields_are_the_documented_ones():
     names = """strategy knobs implementation kernel compile gpus cluster profile tokens_per_gpu tokens documents mask
     heads kv_heads head_dim dtype pass protocol host model context parallel framework precision trainable offload
-    part value_dim cached sparse"""
+    part value_dim cached sinks sparse"""
     assert set(FIELDS) == set(names.split())
 
 

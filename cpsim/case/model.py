@@ -160,6 +160,8 @@ class Model:
     """Layers that attend all the same."""
     bare_layers: int = 0
     """Layers with a state that have no MLP."""
+    sinks: bool = False
+    """Whether every head of attention has a sink: a learned logit that joins the denominators of its softmax."""
     sparse: Sparse | None = None
     """How queries of every layer choose their keys; None: they see all."""
 

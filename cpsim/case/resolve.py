@@ -52,6 +52,7 @@ def workload_of(scenario: Scenario) -> Workload:
         value_dim=value_dim,
         dtype=scenario.dtype,
         cached=scenario.cached or 0,
+        sinks=bool(scenario.sinks),
         sparse=sparse,
     )
 

@@ -186,11 +186,12 @@ class ModelSection(BaseModel):
     bare_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
     sparse: str | Mapping[str, Any] | None = None
     """How queries choose their keys, as the scenario's own field."""
+    sinks: bool | None = None
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields where they say nothing: these words are the seed of a prediction's draws."""
         later = {"window", "window_pattern", "kv_rank", "q_rank", "rope_dim", "value_dim", "dense_layers"}
-        later |= {"recurrent", "attention_layers", "bare_layers", "sparse"}
+        later |= {"recurrent", "attention_layers", "bare_layers", "sparse", "sinks"}
         said = [(name, value) for name, value in super().__repr_args__() if name not in later or value]
         return [(name, value) for name, value in said if name != "gated" or value is False]
 
@@ -284,6 +285,9 @@ class Scenario(BaseModel):
     """Elements per head of values and outputs where keys have another number, as in multi-head latent attention."""
     cached: Tokens | None = None
     """First tokens, whose keys and values GPUs hold from before: only later ones have queries, as in a prefill."""
+    sinks: bool | None = None
+    """Whether every head has a sink, a learned logit that joins the denominators of its softmax; None is no. That of
+    a step's model is the model's."""
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field("fwd_bwd", validation_alias="pass", serialization_alias="pass")
     protocol: Literal["synced", "streamed"] = "synced"
@@ -471,6 +475,9 @@ class Scenario(BaseModel):
         if (self.tokens is None) == (self.tokens_per_gpu is None):
             got = "neither" if self.tokens is None else "both"
             raise ValueError(f"tokens: expected either tokens or tokens_per_gpu, got {got}")
+        if self.sinks and (self.model is not None or self.sparse is not None):
+            other = "model" if self.model is not None else "sparse"
+            raise ValueError(f"sinks: belong to attention alone to all keys; leave sinks or {other} out")
         total = self.num_tokens
         if total > MAX_TOKENS:
             raise ValueError(

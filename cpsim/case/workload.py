@@ -47,6 +47,8 @@ class Workload:
     """Tokens behind every document that see nothing and are not seen, which some people's code adds; empty: none."""
     cached: int = 0
     """First tokens of all, whose keys and values are there from before: others see them, but they have no queries."""
+    sinks: bool = False
+    """Every head has a sink, a learned logit that joins the denominators of its softmax and has no value."""
     head_groups: int = 1
     """Times that all tokens are counted, once for every group of heads, where groups are apart; see ``by_group``."""
     groups_per_kv: int = 1
@@ -70,6 +72,8 @@ class Workload:
     def _check_sparse(self, sparse: Sparse) -> None:
         if self.mask not in ("causal", "causal_document"):
             raise ScenarioError(f"sparse: queries choose under causal or causal_document masks, got mask {self.mask}")
+        if self.sinks:
+            raise ScenarioError("sparse: kernels of chosen keys were read without sinks; leave sinks or sparse out")
         if self.cached:
             raise ScenarioError(f"sparse: expected no cached tokens, got {self.cached}; leave cached out")
         if sparse.latent and (self.num_kv_heads != 1 or self.values > self.head_dim):

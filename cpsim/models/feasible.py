@@ -46,6 +46,8 @@ class Limits:
     """Windows that it takes as arguments: keys before a query's own, or on both sides."""
     batches: bool = False
     """Without varlen, sequences of one length are a batch."""
+    sinks: Literal["", "forward", "both"] = ""
+    """Passes that take attention sinks as an argument; around others they are joined from the log-sum-exp."""
     values: Literal["", "unmeasured", "measured"] = ""
     """Values of another size than keys: none, or whether anybody has measured them."""
     max_head_dim: int = 256
@@ -65,8 +67,8 @@ read has a backward pass of dense attention to latents.
 
 LIMITS: Final = {
     "fa2": Limits(windows="both"),
-    "fa3": Limits(windows="both", values="unmeasured", latents=True),
-    "fa4": Limits(windows="both", values="unmeasured"),
+    "fa3": Limits(windows="both", values="unmeasured", latents=True, sinks="forward"),
+    "fa4": Limits(windows="both", values="unmeasured", sinks="both"),
     "cudnn": Limits(
         varlen=False, batches=True, unequal_causal=False, places_results=False, windows="causal", values="measured"
     ),
@@ -81,10 +83,13 @@ LIMITS: Final = {
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
 ``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
-outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
-DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal", values="measured")}
+outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu). Sinks: of fa3 in
+vLLM's fork (vllm-project/flash-attention, pull request 75); of fa4 backward since July 2026 (Dao-AILab/flash-attention,
+pull request 2706); none of flash-attn 2 (issue 1797) and of PyTorch's functions."""
+DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal", values="measured", sinks="both")}
 """Kernels that others call without PyTorch: cuDNN through Transformer Engine, which has packed sequences (``thd``) and
-causal masks and windows that are aligned to the bottom right (``padding_causal_bottom_right``)."""
+causal masks and windows that are aligned to the bottom right (``padding_causal_bottom_right``), and sinks
+(``DotProductAttention`` with ``softmax_type`` learnable)."""
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -418,7 +423,7 @@ def _copied_keys(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
     op_of_access, buffer_of_op = s.op_of_access(), np.full(len(s), -1)
     reads = is_kv & (s.access_mode == READ)
     buffer_of_op[op_of_access[reads]] = s.access_buffer[reads]
-    writes = (s.access_mode == WRITE) & (s.kind[op_of_access] == Kind.COPY)
+    writes = (s.access_mode == WRITE) & ((s.kind == Kind.COPY) & ~s.over_host_link())[op_of_access]
     copy, target = op_of_access[writes].astype(np.int64), s.access_buffer[writes].astype(np.int64)
     if not len(copy):
         return none, none

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.case.cluster import Cluster
 from cpsim.masks.blocks import Visits
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import Sequences, sequences
@@ -90,6 +91,11 @@ class _Kernels:
             elif kind == Kind.GEMM:
                 endless[ops] = self._products()
                 group[ops] = GROUPS.index("matrix products")
+        link = schedule.over_host_link()
+        if link.any():  # copy engines: kernels beside lose nothing
+            endless[link] = schedule.nbytes[link] / self.given.cluster.host_link
+            group[link] = GROUPS.index("transfer")
+            self._note(host_link_note(self.given.cluster))
         return KernelCosts(endless, full, group, tuple(self.notes))
 
     def _note(self, *notes: str) -> None:
@@ -173,6 +179,11 @@ class _Kernels:
                     self._note(f"memory-bound kernel {names[0]}: not measured, taken as {name}")
                 return name
         return _MEMORY_NAMES[kind]
+
+
+def host_link_note(cluster: Cluster) -> str:
+    """What is not measured about copies to the host's memory."""
+    return f"offload: {cluster.host_link / 1e9:.1f} GB/s each way between GPU and host, not measured here"
 
 
 def estimated(kernel: str, tiles: Sequences, used: NDArray[np.bool_]) -> Iterator[str]:

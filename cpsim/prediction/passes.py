@@ -149,7 +149,7 @@ def _copies(case: Case) -> int:
     scenario, cluster, knobs = case.scenario, case.cluster, case.scenario.knobs
     folds = scenario.strategy in ("usp", "loongtrain") and knobs.get("placement", "head_first") == "head_first"
     ours = case.code is CPSIM and scenario.part is None
-    if not (folds and ours) or cluster.num_gpus <= DRAWN_GPUS:
+    if not (folds and ours) or case.workload.sinks or cluster.num_gpus <= DRAWN_GPUS:
         return 1
     asked = knobs.get("ulysses")
     degree = ulysses_degree(str(scenario.strategy), case.workload, cluster, asked, "head_first")
@@ -163,7 +163,8 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
         knobs = dict(scenario.knobs) | {"ulysses": copies}
         scenario, cluster = scenario.model_copy(update={"knobs": knobs}), cluster.folded(copies)
     folded = replace(case, scenario=scenario, cluster=cluster)
-    _check_memory(folded, least_memory(case.workload, case.cluster.num_gpus, pass_), "at least ")
+    own: Pass = "fwd" if "token_chunks" in scenario.knobs else pass_  # backward, a GPU holds gradients alone
+    _check_memory(folded, least_memory(case.workload, case.cluster.num_gpus, own), "at least ")
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = _memory_of(schedule, case)
     _check_memory(folded, memory)
@@ -175,10 +176,26 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
         time_s=timeline.makespan_s,
         host_s=priced.host_s,
         memory_bytes=memory,
-        notes=(*notes, *priced.notes),
+        notes=(*notes, *_notes(case, schedule, pass_), *priced.notes),
         planning=schedule.planning,
         simulated=((timeline, priced),),
     )
+
+
+def _notes(case: Case, schedule: Schedule, pass_: Pass) -> tuple[str, ...]:
+    """What a strategy or somebody's code takes that is not in its time."""
+    notes = list[str]()
+    if case.workload.sinks and case.code is not CPSIM:
+        notes.append(
+            f"sinks: not measured in {case.scenario.kernel} of {case.code.name}, which takes them as arguments: "
+            "taken as free, and so is the exchange of their gradients"
+        )
+    there = schedule.buffer_nbytes * schedule.on_host()
+    if there.any():
+        most = np.bincount(schedule.buffer_rank, there, schedule.num_ranks).max()
+        when = "forward" if pass_ == "fwd" else "backward"
+        notes.append(f"offload: {most / 1e9:.2f} GB of its host's memory for each GPU {when}, taken to be there")
+    return tuple(notes)
 
 
 def least_memory(workload: Workload, num_gpus: int, pass_: Pass) -> int:

@@ -210,7 +210,7 @@ def run_passes(case: Case, most_s: float = float("inf")) -> dict[Pass, PassResul
     Raises:
         InfeasibleError, ProfileError: as ``prediction_of``.
     """
-    case.code.check_kernel(case.scenario.kernel)
+    case.code.check_kernel(case.scenario.kernel, case.scenario.strategy, case.workload.sinks)
     done, ahead = dict[Pass, PassResult](), 0.0
     for pass_ in case.scenario.passes:
         if done and 2 * done["fwd"].time_s > most_s:

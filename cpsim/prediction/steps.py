@@ -148,6 +148,11 @@ class StepCase:
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items())), self._apart(parallel)
         if parallel.cp == 1 and strategy != "none":
             raise InfeasibleError(f"cp: strategy {strategy} needs several ranks, got cp = 1; use strategy none")
+        offer = self._offer(strategy)
+        if model.sinks and offer is not None and not offer.sinks:
+            raise InfeasibleError(
+                f"sinks: {their.name} has none with {strategy}; Transformer Engine joins them with a2a"
+            )
         if key not in self._attention:
             code = self._code(parallel)
             code.check_kernel(scenario.kernel)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cpsim.models.feasible import DIRECT, LIMITS
 from cpsim.prediction.kernel_tables import MASKS, NUM_DOCUMENTS, KernelSupport, Speed, partly
 from cpsim.report.fitted import table
 from cpsim.units import format_bytes, format_count
@@ -58,9 +59,17 @@ def _reasons(support: Sequence[KernelSupport]) -> list[RenderableType]:
     unknown = ", ".join(entry.kernel for entry in support if not entry.passes)
     lines += [
         f"head_dim: {'; '.join(_head_dims(support))}; other masks: `cpsim mask NAME` says who runs them",
+        f"sinks as an argument: {_sinks()}; around others they are joined from the log-sum-exp",
         f"without a model, since nobody has measured them: {unknown}",
     ]
     return [Text(line, style="dim") for line in lines]
+
+
+def _sinks() -> str:
+    """Kernels that take attention sinks."""
+    words = {"both": "", "forward": " (forward)"}
+    own = [f"{name}{words[one.sinks]}" for name, one in LIMITS.items() if one.sinks]
+    return ", ".join((*own, *(f"{name} (called by Transformer Engine)" for name, one in DIRECT.items() if one.sinks)))
 
 
 def _head_dims(support: Sequence[KernelSupport]) -> list[str]:

@@ -83,9 +83,10 @@ def case_text(scenario: Scenario) -> str:
     per_gpu = format_count(scenario.num_tokens / scenario.gpus)
     part = f"a {scenario.part or 'step'} of {model_text(scenario)}, " if scenario.model else ""
     cached = f", {format_count(scenario.cached)} of them cached" if scenario.cached else ""
+    sinks = " with sinks" if scenario.sinks else ""
     return (
         f"{part}{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU){cached}, {mask_text(scenario)} mask, "
-        f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
+        f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}{sinks}, {scenario.dtype}, "
         f"{scenario.kernel} on {scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''} of {scenario.cluster}"
     )
 

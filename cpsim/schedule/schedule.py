@@ -87,9 +87,10 @@ STREAMS: Final = (
 )
 """Streams of a rank. A batched send and receive is one launch on two lanes; gradients travel beside keys and values
 on lanes of their own (a second process group), and so do keys and values between the inner rings of a double ring;
-collectives run on ``comm``. Of a training step weights are gathered on ``gather``, gradients summed on ``scatter``, and
-activations leave for the host and return on the last two."""
+collectives run on ``comm``. Of a training step weights are gathered on ``gather`` and gradients summed on ``scatter``.
+What waits in the host's memory leaves and returns on the last two."""
 
+HOST_STREAMS: Final = len(STREAMS) - 2, len(STREAMS) - 1
 READ, WRITE, UPDATE = range(3)
 MODE_NAMES: Final = ("reads", "writes", "updates")
 
@@ -388,8 +389,27 @@ class Schedule:
         return np.asarray(sent + moved + routed, np.float64)
 
     def memory(self) -> Ints:
-        """Bytes of all buffers of every rank, ``int64[num_ranks]``; buffers are allocated once."""
-        return np.bincount(self.buffer_rank, weights=self.buffer_nbytes, minlength=self.num_ranks).astype(np.int64)
+        """Bytes of all buffers on every rank's GPU, ``int64[num_ranks]``; buffers are allocated once."""
+        weights = self.buffer_nbytes * ~self.on_host()
+        return np.bincount(self.buffer_rank, weights=weights, minlength=self.num_ranks).astype(np.int64)
+
+    def over_host_link(self) -> Mask:
+        """Ops that copy to or from the host's memory, those on ``HOST_STREAMS``, ``[N]``; their ``nbytes`` are what
+        passes the link."""
+        found = np.zeros(len(self), np.bool_)
+        lanes = np.flatnonzero(self.lane_stream >= HOST_STREAMS[0])
+        if len(lanes):
+            found[self.op_of_lane()[lanes]] = True
+        return found
+
+    def on_host(self) -> Mask:
+        """Buffers in the host's memory: those that copies to it write and copies from it read, ``[buffers]``."""
+        there, moves = np.zeros(len(self.buffer_nbytes), np.bool_), self.over_host_link()
+        if moves.any():
+            owner = self.op_of_access()
+            leaves = self.lane_stream[self.lane_start[owner]] == HOST_STREAMS[0]
+            there[self.access_buffer[moves[owner] & (leaves == (self.access_mode != READ))]] = True
+        return there
 
 
 @compiled()

@@ -28,6 +28,7 @@ from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.replicas import plan_per_sequence, plan_wlb, replica_knobs
 from cpsim.strategies.ring.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
+from cpsim.strategies.sinks import with_sinks
 from cpsim.strategies.sparse import ADAPTED, plan_chosen
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
 from cpsim.strategies.usp import loongtrain_knobs, plan_loongtrain, plan_usp, usp_knobs
@@ -117,6 +118,8 @@ def plan(
         schedule = plan_single(workload, cluster, pass_)
     if workload.sparse is not None and (alone or chosen.get("keys") != "chosen"):
         return plan_chosen(schedule, workload, pass_, by_head=name == "ulysses")
+    if workload.sinks and code is CPSIM:
+        return with_sinks(schedule, workload, pass_)
     if alone:
         return schedule
     if code.projections is None or pass_ == "fwd":

@@ -24,6 +24,7 @@ from cpsim.strategies.head_chunks import plan_head_chunks
 from cpsim.strategies.heads import Bundle, HeadExchange, check_heads
 from cpsim.strategies.others import CPSIM, Implementation, UlyssesCode
 from cpsim.strategies.others.wrapped import RowKernelEmitter
+from cpsim.strategies.token_chunks import plan_token_chunks
 
 
 def plan_ulysses(
@@ -35,6 +36,7 @@ def plan_ulysses(
     head_groups: int = 1,
     head_chunks: int = 1,
     buffers: int = 2,
+    token_chunks: int = 1,
 ) -> Schedule:
     """All tokens of some heads on every rank.
 
@@ -44,22 +46,29 @@ def plan_ulysses(
         head_groups: parts into which a rank's heads are cut; while one part is computed the next travels.
         head_chunks: parts that share buffers, see ``cpsim.strategies.head_chunks``.
         buffers: chunks that have buffers at a time; with one, exchanges and attention take turns.
+        token_chunks: parts of the sequence that wait in the host's memory, see ``cpsim.strategies.token_chunks``.
 
     Raises:
         ScenarioError: a knob has no such value, or heads are cut twice.
         InfeasibleError: the heads do not divide over the ranks, groups or chunks.
     """
-    for knob, value in (("head_groups", head_groups), ("head_chunks", head_chunks), ("buffers", buffers)):
+    counts = {"head_groups": head_groups, "head_chunks": head_chunks, "buffers": buffers, "token_chunks": token_chunks}
+    for knob, value in counts.items():
         if type(value) is not int or value < 1:
             raise ScenarioError(f"knobs.{knob}: expected a positive integer, got {value!r}")
     if head_chunks > 1 and head_groups > 1:
         raise ScenarioError("knobs.head_chunks: heads are cut into groups or into chunks, got both; leave one out")
-    if head_chunks > 1 and code is not CPSIM:
-        raise InfeasibleError(f"{code.name} has no head_chunks; leave the knob out")
+    if token_chunks > 1 and head_chunks * head_groups > 1:
+        raise ScenarioError("knobs.token_chunks: cuts tokens, not heads; leave head_chunks and head_groups out")
+    for knob in ("head_chunks", "token_chunks"):
+        if counts[knob] > 1 and code is not CPSIM:
+            raise InfeasibleError(f"{code.name} has no {knob}; leave the knob out")
     workload = code.padded(workload, ulysses=cluster.num_gpus)
     _check(workload, cluster.num_gpus, head_groups)
     if head_chunks > 1:
         return plan_head_chunks(workload, cluster.num_gpus, pass_, head_chunks, buffers)
+    if token_chunks > 1:
+        return plan_token_chunks(workload, cluster.num_gpus, pass_, token_chunks)
     plan = _Ulysses(workload, cluster.num_gpus, head_groups)
     if code.ulysses is not None:
         return plan.one_by_one(pass_, code.ulysses)

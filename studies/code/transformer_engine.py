@@ -76,7 +76,9 @@ TRANSFORMER_ENGINE: Final = Implementation(
     name="transformer-engine",
     source="NVIDIA/TransformerEngine v2.9",
     strategies={
-        "ulysses": Support(masks=DENSE + WINDOWS, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True),
+        "ulysses": Support(
+            masks=DENSE + WINDOWS, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True, sinks=("cudnn",)
+        ),
         "zigzag_ring": Support(masks=DENSE + DOCUMENTS, chunks=2, knobs={"zigzag": ("document",)}),
         "allgather": Support(masks=DENSE + WINDOWS, chunks=2, knobs={"layout": ("zigzag",)}),
         "usp": Support(

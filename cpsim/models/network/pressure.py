@@ -75,7 +75,7 @@ def pressures(schedule: Schedule, messages: Messages, paced: NDArray[np.bool_]) 
     """Pressure class of every op, ``[N]``, and the names of the classes: few, as engines need them.
 
     All transfers of a lane count as its largest one; those of another lane are another kernel. Ops that are ``paced``
-    by the network between nodes press on nothing.
+    by the network between nodes, and copies to and from the host's memory, press on nothing.
     """
     names: list[str] = []
     class_of = np.zeros(len(Kind), np.int8)
@@ -90,7 +90,8 @@ def pressures(schedule: Schedule, messages: Messages, paced: NDArray[np.bool_]) 
         mine = lane == one
         pressure[messages.op[mine]] = len(names)
         names.append(f"transfer {messages.channels[near & mine].max()}")
-    if paced.any():
-        pressure[paced] = len(names)
+    alone = paced | schedule.over_host_link()
+    if alone.any():
+        pressure[alone] = len(names)
         names.append("none")
     return pressure, names

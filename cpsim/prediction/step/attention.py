@@ -33,7 +33,7 @@ from cpsim.prediction.step.layer import BF16
 from cpsim.schedule.schedule import Schedule
 from cpsim.sim.fast import simulate
 from cpsim.strategies import plan
-from cpsim.strategies.others import Implementation
+from cpsim.strategies.others import CPSIM, Implementation
 
 if TYPE_CHECKING:
     from cpsim.models.profile import Profile
@@ -189,6 +189,7 @@ class Attention:
             num_kv_heads=1 if self.model.absorbed else kv_heads // self.tp,
             head_dim=head_dim,
             value_dim=values if self.model.value_dim or self.model.absorbed else 0,
+            sinks=self.model.sinks,
             dtype="bf16",
             sparse=self.model.sparse,
         )
@@ -251,7 +252,9 @@ class Attention:
         )
 
     def _simulated(self, workload: Workload) -> Attended:
-        """The strategy's schedule on the ranks of the group."""
+        """The strategy's schedule on the ranks of the group. If anything joins sinks, kernels do, and their gradients
+        are summed with those of weights."""
+        workload = replace(workload, sinks=workload.sinks and self.code is not CPSIM)
         parts, exchange, sent, kept, notes = list[Parts](), 0, 0.0, 0, dict[str, None]()
         under = conditions(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
         sizes = Sizes(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)

@@ -832,11 +832,12 @@ LOSS_KERNELS: Final = ("logits fp32", "exp logits", "losses", "logits less targe
 """What kernels of Megatron's cross entropy make, by which they are known."""
 TRANSFORMER_ENGINE: Final = {
     "zigzag_ring": Support(masks=DENSE + DOCUMENTS, chunks=2, knobs={"zigzag": ("document",)}),
-    "ulysses": Support(masks=DENSE, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True),
+    "ulysses": Support(masks=DENSE, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True, sinks=("cudnn",)),
     "allgather": Support(masks=DENSE, chunks=2, knobs={"layout": ("zigzag",)}),
     "usp": Support(masks=DENSE, chunks=2, knobs={"placement": ("head_first",)}, whole_heads=True),
 }
-"""Strategies of Transformer Engine 2.4 by Megatron's ``cp_comm_type``: p2p, a2a, all_gather, a2a+p2p."""
+"""Strategies of Transformer Engine 2.4 by Megatron's ``cp_comm_type``: p2p, a2a, all_gather, a2a+p2p. Sinks run
+with a2a (``softmax_type``, from version 2.8 on)."""
 CONTEXT_PARALLEL: Final = {
     "zigzag_ring": Support(masks=("causal",), chunks=2),
     "allgather": Support(masks=("causal",), chunks=2, knobs={"layout": ("zigzag",)}),

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from cpsim.case.cluster import Cluster
 from cpsim.case.parallel import Parallel
 from cpsim.errors import InfeasibleError
 from cpsim.prediction.step.frameworks import Framework
@@ -45,11 +44,6 @@ def check(framework: Framework, parallel: Parallel) -> None:
             f"offload: {framework.name} has none {how} recomputation, got recompute = {parallel.recompute}; use "
             f"{framework.offloads}"
         )
-
-
-def note(cluster: Cluster) -> str:
-    """What is not measured about it."""
-    return f"offload: {cluster.host_link / 1e9:.1f} GB/s each way between GPU and host, not measured here"
 
 
 def offloaded(run: Program, layers: int, kept: Collection[str], begin: int) -> Program:

@@ -19,6 +19,7 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel
 from cpsim.errors import InfeasibleError
+from cpsim.models.kernels import host_link_note
 from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.network.communication import Communication
 from cpsim.prediction.step.attention import PASSES, Attended, Attention
@@ -39,7 +40,7 @@ from cpsim.prediction.step.memory import (
     stage_memory,
     workspaces,
 )
-from cpsim.prediction.step.offload import note, offloaded
+from cpsim.prediction.step.offload import offloaded
 from cpsim.prediction.step.opened import LAYERS, Inside, Opened, ops_of, passes_of
 from cpsim.prediction.step.overlap import beside_others
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
@@ -289,7 +290,7 @@ class StepModel:
                 dict.fromkeys(
                     (
                         *self._notes(self.most_tokens(batch)),
-                        *((note(self.cluster),) if self.offload else ()),
+                        *((host_link_note(self.cluster),) if self.offload else ()),
                         *((FP8_NOTE,) if self.recipe or self.held.weight == FP8 else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )

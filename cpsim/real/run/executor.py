@@ -91,8 +91,10 @@ class Executor:
 
         Args:
             given: by tensor (q, kv, dout, out), ``[tokens, heads, width]`` with all tokens and heads; kv has keys
-                and values side by side, out its log-sum-exp last.
+                and values side by side, out its log-sum-exp last; sink ``[1, heads, 1]``, where there are sinks.
         """
+        if "sink" in given:
+            self.tensors.sinks.copy_(given["sink"].flatten())
         s, dim = self.schedule, self.workload.head_dim
         for buffer, block in s.inputs.tolist():
             if s.buffer_rank[buffer] != self.node.rank:
@@ -115,6 +117,7 @@ class Executor:
         random = torch.Generator(self.node.device).manual_seed(seed)
         # scores of normal queries and keys are normal, too: the mean of exp(score) is exp(1 / 2)
         expected = torch.from_numpy(np.log(np.maximum(_visible(self.workload), 1)) + 0.5)
+        self.tensors.sinks.normal_(generator=random)
         if self.node.alone:
             self.tensors.narrow.normal_(generator=random)
             for lse in self.tensors.lse.values():
@@ -133,12 +136,17 @@ class Executor:
                 self.tensors.lse[buffer].copy_(expected[self.schedule.tokens(rows)])
 
     def results(self) -> Iterator[tuple[str, Ints, slice, Tensor]]:
-        """Every output block: tensor, tokens, heads and values ``[tokens, heads, width]`` as in `load`."""
+        """Every output block: tensor, tokens, heads and values ``[tokens, heads, width]`` as in `load`; of gradients of
+        sinks one row for all tokens."""
         s, num_tokens = self.schedule, self.workload.num_tokens // self.workload.head_groups
         for buffer, block in s.outputs.tolist():
             if s.buffer_rank[buffer] != self.node.rank:
                 continue
             tensor, rows, head, count = self.tensors.places.block(block)
+            if tensor == "dsink":
+                total = self.tensors.sink_sums[buffer]
+                yield tensor, np.zeros(1, np.int64), slice(0, len(total)), total[None, :, None]
+                continue
             planes = [
                 self.tensors.view(p)
                 for plane in PLANES[tensor]

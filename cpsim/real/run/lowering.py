@@ -14,7 +14,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.masks.tiles import local_slices
 from cpsim.masks.tiles import sequences as calls_of_tiles
 from cpsim.models.feasible import limits_of
-from cpsim.real.run import attention, elementwise, layer_calls
+from cpsim.real.run import attention, elementwise, layer_calls, sinks
 from cpsim.real.run.program import Call, Launch
 from cpsim.real.run.rows import NOWHERE, Rows, match
 from cpsim.real.run.storage import (
@@ -38,6 +38,7 @@ from cpsim.schedule.schedule import (
     READ,
     STREAMS,
     UPDATE,
+    WRITE,
     Kind,
     Op,
     Schedule,
@@ -60,6 +61,10 @@ class Lowering:
         """What every row of a summed result holds."""
         self.left: dict[int, Ints] = {}
         """Partial results that every row of a summed result still gets."""
+        self.later: dict[int, list[Ints]] = {}
+        """The same of blocks that a buffer holds later, in turn."""
+        self.reused: dict[int, int] = {}
+        """Buffers that results leave from, block by block, and how many blocks they have held."""
         self.made_by: dict[int, tuple[int, Access]] = {}
         """The kernel that made what a buffer holds, and what it left there."""
         self.walk = walk
@@ -92,9 +97,13 @@ class Lowering:
         return made
 
     def _computation(self, op: Op, kind: Kind, mine: list[Access]) -> Launch:
+        begins = self._begin(op, mine) if kind == Kind.ATTENTION else None
         if kind in ATTENTION_KINDS and op.area == 0:  # a share of the mask without pairs: results stay sums of nothing
             self.unseen |= self._unseen(op.index, mine)
-            return lambda: None
+            return begins or (lambda: None)
+        if kind == Kind.ATTENTION and begins is not None:
+            attend = self._attention(op, mine)
+            return lambda: (begins(), attend())
         if kind == Kind.ATTENTION:
             return self._attention(op, mine)
         if kind == Kind.ATTENTION_BACKWARD:
@@ -105,6 +114,10 @@ class Lowering:
             return self._sum(mine)
         if kind == Kind.BARRIER:  # its events are all there is to it
             return lambda: None
+        if kind == Kind.ELEMENTWISE and any(a.tensor == "dsink" for a in mine):
+            return self._sink_gradient(mine)
+        if kind == Kind.ELEMENTWISE and mine[0].tensor == "out":
+            return self._join_sinks(op, mine[0])
         if kind in (Kind.GEMM, Kind.ELEMENTWISE):
             return self._layer_op(mine)
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
@@ -117,22 +130,63 @@ class Lowering:
             (part,) = layout.parts(layout.chunks[0].parts[0].plane)
             tokens = part.tokens
             self.state[buffer] = np.full(len(tokens), _NOTHING)
-            self.left[buffer] = np.zeros(len(tokens), np.int64)
+            self.left[buffer], self.later[buffer] = np.zeros(len(tokens), np.int64), []
+        self.reused, begun = self._reused(), set[int]()
         for i, accesses in self.walk if self.state else ():
             self._follow(i, accesses)
+            for a in accesses if self.s.kind[i] == Kind.ATTENTION else ():
+                if a.mode == WRITE and a.buffer in self.state and a.buffer in self.reused:
+                    if a.buffer in begun:
+                        self.later[a.buffer].append(np.zeros_like(self.left[a.buffer]))
+                    begun.add(a.buffer)
             for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
                 if target.mode != UPDATE and self.s.kind[i] not in ATTENTION_KINDS:
                     continue  # sums of nothing
+                if self.s.kind[i] == Kind.ELEMENTWISE:
+                    continue  # a sink joins what is complete
                 source = target if target.mode != UPDATE else next(a for a in accesses if a.mode == READ)
                 made = source.buffer in self.made_by
                 unseen: Ints | list[int] = self._unseen_by(*self.made_by[source.buffer]) if made else []
                 rows = _rows_of(target, np.setdiff1d(target.tokens, unseen))
-                self.left[target.buffer][rows] += 1
+                (self.later[target.buffer] or [self.left[target.buffer]])[-1][rows] += 1
         for buffer in np.flatnonzero(self.s.buffer_rank == self.rank).tolist():
             pairs = (*self.s.inputs.tolist(), *self.s.outputs.tolist())
             for tensor, tokens, _, count in (self.places.block(k) for b, k in pairs if b == buffer):
                 if tensor == "out":
                     self.x.lse[buffer] = self._new_lse(count, len(tokens))
+
+    def _reused(self) -> dict[int, int]:
+        """Buffers that kernels make block after block in, which all-to-alls take from there; none has held one yet."""
+        s, owner = self.s, self.s.op_of_access()
+        sends = (s.kind[owner] == Kind.ALL_TO_ALL) & (s.access_mode == READ)
+        makes = (s.kind[owner] == Kind.ATTENTION) & (s.access_mode == WRITE)
+        blocks = np.bincount(s.access_buffer[makes], minlength=len(s.buffer_rank))
+        sent = np.unique(s.access_buffer[sends])
+        return dict.fromkeys(sent[(blocks[sent] > 1) & ~self.places.is_output[sent]].tolist(), 0)
+
+    def _begin(self, op: Op, mine: list[Access]) -> Launch | None:
+        """Where a buffer holds block after block: clears what no kernel will write of the next."""
+        target = next(a for a in mine if a.mode != READ)
+        buffer, (part,) = target.buffer, target.layout.parts("out")
+        if target.mode != WRITE or buffer not in self.reused:
+            return None
+        self.reused[buffer] += 1
+        never = part.rows_of(self._unseen_by(op.index, target))
+        if buffer in self.state:
+            if self.reused[buffer] > 1:
+                self.left[buffer] = self.later[buffer].pop(0)
+            self.state[buffer] = np.full_like(self.state[buffer], _NOTHING)
+            never = np.flatnonzero(self.left[buffer] == 0)
+        if not len(never):
+            return None
+        out, rows, x = self.x.view(part), self._index(never).long(), self.x
+        lse = self._new_lse(part.num_heads, len(part.tokens))
+
+        def clear() -> None:
+            out[rows] = 0
+            x.lse[buffer] = lse
+
+        return clear
 
     def _follow(self, i: int, accesses: Sequence[Access]) -> None:
         """Remember which kernel made what the buffers of all ranks hold, also where a transfer has taken it."""
@@ -474,6 +528,7 @@ class Lowering:
         lse[target.buffer], to = into, self._index(rows)
 
         def columns() -> elementwise.Columns:
+            lse[target.buffer] = into  # the buffer may hold several blocks in turn
             found = [self._lse_of(a) for a in sources]
             source = found[0] if len(found) == 1 else torch.cat(found, dim=1)
             return elementwise.Columns(source_HT=source, source=index, target_HT=into, target=to)
@@ -487,6 +542,49 @@ class Lowering:
 
     def _index(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)
+
+    # --- sinks ---
+
+    def _join_sinks(self, op: Op, target: Access) -> Launch:
+        kept, (part,) = self._kept(target), target.layout.parts("out")
+        if target.buffer in self.state:
+            nothing = self.state[target.buffer][part.rows_of(target.tokens)] == _NOTHING
+        else:
+            before = [a for i, every in self.walk if i < op.index for a in every if a.buffer == target.buffer]
+            made = np.concatenate([target.tokens[:0], *(a.tokens for a in before if a.mode != READ)])
+            nothing = ~np.isin(target.tokens, np.setdiff1d(made, self.unseen.get(target.buffer, [])))
+        return sinks.join(kept, self.x.sinks, torch.from_numpy(nothing).to(self.device))
+
+    def _sink_gradient(self, mine: list[Access]) -> Launch:
+        given, total = {a.tensor: a for a in mine}, self._sink_sum(mine[-1].buffer)
+        if "out" not in given:
+            return lambda: total.zero_()
+        (part,) = given["dout"].layout.parts("dout")
+        dout = self._block_of(given["dout"], part)
+        return sinks.gradient(self._kept(given["out"]), dout, self.x.sinks, total)
+
+    def _sink_sum(self, buffer: int) -> Tensor:
+        """Gradients of all sinks, as a buffer holds them."""
+        return self.x.sink_sums.setdefault(buffer, torch.zeros_like(self.x.sinks))
+
+    def _kept(self, out: Access) -> sinks.Kept:
+        """A block of outputs."""
+        (part,) = out.layout.parts("out")
+        first, lse = out.head - part.head, self.x.lse
+        lse.setdefault(out.buffer, self._new_lse(part.num_heads, len(part.tokens)))
+        of_group = self.x.workload.num_tokens // self.s.head_groups
+        group = self.s.tokens(out.tokens) // of_group if self.s.head_groups > 1 else np.zeros(len(out.tokens), np.int64)
+        sink = group[:, None] * self.x.workload.num_heads + np.arange(out.head, out.head + out.num_heads)
+        return sinks.Kept(
+            out_THD=self._block_of(out, part),
+            lse=lambda: lse[out.buffer][first : first + out.num_heads],
+            rows=self._rows_or_span(part.rows_of(out.tokens)),
+            sink=self._index(sink).long(),
+        )
+
+    def _block_of(self, access: Access, part: Part) -> Tensor:
+        """[T, H, D] of an access's tokens, which follow each other in memory."""
+        return self.x.view(part, _span(part, access.tokens), (access.head, access.num_heads))
 
     # --- layers around attention ---
 
@@ -545,6 +643,9 @@ class Lowering:
             x, y = self._all_of(reads[0]), self._span_of(targets, targets)
             _check_even(op, len(y) * len(ranks), len(x))
             return lambda: dist.reduce_scatter_tensor(y, x, group=group)
+        if kind == Kind.ALL_REDUCE and reads[0].tensor == "dsink":
+            own, total = self._sink_sum(reads[0].buffer), self._sink_sum(targets[0].buffer)
+            return lambda: (total.copy_(own), dist.all_reduce(total, group=group))
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
     def _all_to_all(

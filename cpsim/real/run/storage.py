@@ -36,6 +36,7 @@ PLANES = {
     "dout": ("dout",),
     "dq": ("dq",),
     "dkv": ("dk", "dv"),
+    "dsink": ("dsink",),
     **{name: (name,) for name in TENSORS},
 }
 """What the tensors of a schedule consist of; ``out`` has a log-sum-exp beside it, which no other op than those that
@@ -156,13 +157,15 @@ class RankMemory:
     is_output: NDArray[np.bool_] = field(init=False)
     summed: NDArray[np.bool_] = field(init=False)
     """Results that partial results are added to: a wide accumulator lies before them."""
+    host_link: NDArray[np.bool_] = field(init=False)
+    """Ops that copy to or from the host's memory."""
     inputs: dict[int, Layout] = field(init=False)
     """Layouts of the buffers that are filled before the first op."""
     later: list[list[tuple[int, int]]] = field(init=False)
     """(op, access) of every buffer in list order."""
 
     def __post_init__(self) -> None:
-        s = self.schedule
+        s, self.host_link = self.schedule, self.schedule.over_host_link()
         align = int(np.lcm(256, self.head_bytes(True)))
         padded = -(-s.buffer_nbytes // align) * align
         self.base, self.nbytes = np.zeros(len(padded), np.int64), np.zeros(s.num_ranks, np.int64)
@@ -257,6 +260,8 @@ class RankMemory:
             wide = next((part.wide for r in reads for part in r.parts()), False)  # some ranks may send nothing
             return self.lay(buffer, chunks, wide)
         if kind == Kind.TRANSFER or kind == Kind.REDUCE_SCATTER:
+            return self.lay(buffer, [_whole(-1, targets)], reads[0].parts()[0].wide)
+        if self.host_link[op]:  # as it is
             return self.lay(buffer, [_whole(-1, targets)], reads[0].parts()[0].wide)
         wide = kind == Kind.ACCUMULATE
         if kind == Kind.ATTENTION_BACKWARD:

@@ -36,6 +36,10 @@ class RankTensors:
     """This memory as values of the type of sums."""
     lse: dict[int, Tensor] = field(default_factory=dict)
     """Log-sum-exp [H, T] of every buffer that holds ``out``."""
+    sinks: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """A sink of every head of all groups, ``[heads]``, in the type of sums."""
+    sink_sums: dict[int, Tensor] = field(default_factory=dict)
+    """Their gradients, of every buffer that holds ``dsink``."""
 
     def view(self, part: Part, rows: slice | None = None, heads: tuple[int, int] | None = None) -> Tensor:
         """[T, H, D] of a part, or of some of its rows and (first head, heads)."""
@@ -80,6 +84,10 @@ def bind(
     """
     if workload.value_dim not in (0, workload.head_dim):
         raise InfeasibleError("value_dim: the executor lays out values as large as keys; leave value_dim out")
+    if node.cuda and schedule.on_host().any():
+        raise InfeasibleError(
+            "the executor keeps nothing in the host's memory of a GPU; predict it, or run it with --cpu"
+        )
     places, walk = laid_out or lay_out(schedule, workload)
     workload = workload.by_group(schedule.head_groups)
     dtype = DTYPES[workload.dtype]
@@ -87,4 +95,5 @@ def bind(
     narrow, wide = (
         memory.view(d).view(-1, workload.head_dim) for d in (dtype, torch.promote_types(dtype, torch.float32))
     )
-    return RankTensors(schedule, workload, node, kernel, places, narrow, wide), walk
+    sinks = torch.zeros(workload.num_heads * workload.head_groups, dtype=wide.dtype, device=node.device)
+    return RankTensors(schedule, workload, node, kernel, places, narrow, wide, sinks=sinks), walk

@@ -66,6 +66,11 @@ class MemoryUse:
         routed, first, count = np.unique(s.routes[:, 0], return_index=True, return_counts=True)
         self.routes = dict(zip(routed.tolist(), np.stack([first, first + count], axis=1).tolist(), strict=True))
         """First and end route of every op that has some."""
+        cells = len(self.cells.tokens) - 1, len(self.cells.heads[0]) - 1
+        self.sinks = np.zeros(cells, np.int64) if workload.sinks else None
+        """How many times sinks have met each query and head; None: there are none."""
+        self.of_sinks = np.zeros(cells, np.uint64)
+        """Weights of the ops that join them to outputs."""
         self.conflicts: list[tuple[int, int, int]] = []
         """(earlier op, later op, rank) that must be ordered."""
 
@@ -83,6 +88,7 @@ class MemoryUse:
             self._record_conflicts(index, accesses)
             self._execute(index, accesses)
         self._check_outputs()
+        self._check_sinks()
         return np.array(self.conflicts, np.int64).reshape(-1, 3)
 
     def _decode(self, at: int) -> _Access:
@@ -118,7 +124,21 @@ class MemoryUse:
             values = [self._zeros(a) for a in targets]
         else:
             values = [self._gather(index, kind, reads, a) for a in targets]
+        if kind == Kind.ELEMENTWISE and self.sinks is not None:
+            values = [v + w for v, w in zip(values, self._sink(index, accesses, targets), strict=True)]
         self._write(index, targets, values)
+
+    def _sink(self, index: int, accesses: list[_Access], targets: list[_Access]) -> list[np.uint64]:
+        """What an op adds to its targets: its weight to an output that sinks join. Counts queries and heads of such
+        outputs, and of those that sinks' gradients are summed of."""
+        assert self.sinks is not None
+        joins = [a for a in targets if a.mode == UPDATE and a.tensor == "out"]
+        summed = [a for a in accesses if a.tensor == "out"] if any(a.tensor == "dsink" for a in targets) else []
+        for a in (*joins, *summed):
+            self.sinks[self.cells.of_set(a.token_set), a.heads] += 1
+        for a in joins:
+            self.of_sinks[self.cells.of_set(a.token_set), a.heads] += self.weight[index]
+        return [self.weight[index] if a in joins else np.uint64(0) for a in targets]
 
     def _zeros(self, a: _Access) -> Weights:
         return np.zeros((len(self.cells.of_set(a.token_set)), a.heads.stop - a.heads.start), np.uint64)
@@ -136,9 +156,17 @@ class MemoryUse:
             rows, _ = self.cells.common(held.token_set, a.token_set)
             if len(rows) != len(self.cells.of_set(a.token_set)):
                 return self._missing(index, a)
-        if held.there is not None and not held.there[rows, columns].all():
+        there = np.ones(1, np.bool_) if held.there is None else held.there[rows, columns]
+        if not (there.all() or (there | self._starts_as_nothing(a)).all()):
             return self._missing(index, a)
         return held.values[rows, columns]
+
+    def _starts_as_nothing(self, a: _Access) -> NDArray[np.bool_]:
+        """Cells of an output that is updated which no kernel makes: they start as what they are, sums of nothing."""
+        rows = self.cells.of_set(a.token_set)
+        if a.mode != UPDATE or a.tensor != "out" or not self.is_output[a.buffer]:
+            return np.zeros((len(rows), a.heads.stop - a.heads.start), np.bool_)
+        return np.asarray(self._of_kernels("out")[rows, a.heads] == 0)
 
     def _missing(self, index: int, a: _Access) -> NoReturn:
         text, buffer = self.s.block_text, a.buffer
@@ -330,7 +358,25 @@ class MemoryUse:
             if results and not any((count[t] == 1).all() for t in results):
                 raise ScheduleError(f"outputs: {' or '.join(results)} of all tokens and heads expected once each")
 
+    def _check_sinks(self) -> None:
+        """Every query meets the sink of each of its heads once."""
+        if self.sinks is None:
+            return
+        wrong = np.argwhere((self.sinks != 1) & self.cells.of_attention("out"))
+        if len(wrong):
+            run, column = wrong[0].tolist()
+            token = int(self.s.tokens(self.cells.tokens[run : run + 1])[0])
+            raise ScheduleError(
+                f"sinks: from token {token} and head {self.cells.heads[0][column]} on, met "
+                f"{self.sinks[run, column]} times, expected once"
+            )
+
     def _expected(self, tensor: str) -> Weights:
+        """Weights of kernels, and of ops that join sinks."""
+        found = self._of_kernels(tensor)
+        return found + self.of_sinks if tensor == "out" else found
+
+    def _of_kernels(self, tensor: str) -> Weights:
         kv = tensor == "dkv"
         total = np.zeros((len(self.cells.tokens) - 1, len(self.cells.heads[kv]) - 1), np.uint64)
         for index in np.flatnonzero(is_one_of(self.s.kind, ATTENTION_KINDS)).tolist():

@@ -38,6 +38,8 @@ class Support:
     """A knob and its value that run causal masks only."""
     whole_heads: bool = False
     """Key-value heads are not replicated, so ranks must divide them."""
+    sinks: tuple[str, ...] = ()
+    """Kernels that join attention sinks themselves, for which the code has no op of its own; empty: it has none."""
     alike: bool = False
     """Documents are a batch, all of one length."""
     varlen: tuple[str, ...] = ()
@@ -53,6 +55,8 @@ class Support:
 
     def check(self, who: str, strategy: str, workload: Workload, num_ranks: int) -> None:
         """Raise ``InfeasibleError`` where the code cannot run a workload."""
+        if workload.sinks and not self.sinks:
+            raise InfeasibleError(f"sinks: {strategy} of {who} joins none; Transformer Engine does so with ulysses")
         if self.masks and workload.mask not in self.masks:
             raise InfeasibleError(f"{strategy} of {who} runs masks {', '.join(self.masks)}, got {workload.mask}")
         if self.masks and workload.mask in WINDOWS and len(workload.documents) > 1:
@@ -432,8 +436,11 @@ class Implementation:
         padding[-1] += -(workload.num_tokens + sum(padding)) % (chunks * ulysses)
         return replace(workload, padding=tuple(padding)) if any(padding) else workload
 
-    def check_kernel(self, kernel: str) -> None:
-        """Raise ``InfeasibleError`` where this code does not call the kernel."""
+    def check_kernel(self, kernel: str, strategy: str | None = None, sinks: bool = False) -> None:
+        """Raise ``InfeasibleError`` where this code does not call the kernel, or the kernel joins no sinks there."""
+        joins = self.support(strategy).sinks
+        if sinks and joins and kernel not in joins:
+            raise InfeasibleError(f"sinks: {strategy} of {self.name} joins them in {', '.join(joins)}, got {kernel}")
         if self.kernels and kernel not in self.kernels:
             raise InfeasibleError(f"{self.name} runs kernels {', '.join(self.kernels)}, got {kernel}")
 

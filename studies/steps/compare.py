@@ -34,6 +34,7 @@ PREDICTED: Final = {
     "h200x1-1128p": ("predicted-1-h200",),
     "h200x2-1128q": ("predicted-megatron-h200",),
     "h200x2-1128r": ("predicted-megatron-h200",),
+    "h200x2-1128t": ("predicted-megatron-h200",),
 }
 """By machine, predictions that were committed before its cases ran."""
 

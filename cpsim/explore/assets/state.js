@@ -46,9 +46,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
           place.innerHTML = place.shown = text;
         }
       }
-      for (const target of document.querySelectorAll(".dash-dropdown-focus-target")) {
-        target.tabIndex = -1; // beside the button that opens the list: once is enough for the Tab key
-      }
+      document.getElementById("progress").classList.toggle("whole", answered.pieces[0] >= answered.pieces[1]);
       compare();
       opened();
       if (answered.serial === serial && answered.pieces[0] < answered.pieces[1]) {
@@ -128,6 +126,9 @@ function select(view, isStep) {
     tab.hidden = missing.includes(tab.dataset.view);
     tab.setAttribute("aria-selected", chosen);
     tab.tabIndex = chosen ? 0 : -1;
+    if (chosen) { // in a row of tabs that is wider than the screen
+      tab.parentElement.scrollLeft = tab.offsetLeft - tab.parentElement.offsetLeft - 40;
+    }
   }
 }
 

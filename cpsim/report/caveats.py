@@ -22,7 +22,7 @@ SUBJECTS: Final[Mapping[str, tuple[str, ...]]] = {
     "the case": (),
 }
 """What a caveat changes, by words in it; the first that holds counts."""
-OUTSIDE: Final = re.compile(r"(?P<what>.*?)(?P<size>\d+)(?P<unit> .*), measured (?P<side>up to|from) (?P<limit>\d+)$")
+OUTSIDE: Final = re.compile(r"(?P<what>.* )(?P<size>\d+)(?P<unit> .*), measured (?P<side>up to|from) (?P<limit>\d+)$")
 """How cost models say that they were asked for more, or less, than was measured (``cpsim.models.parameters``)."""
 
 

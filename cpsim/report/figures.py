@@ -129,8 +129,14 @@ def log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:
         type="log",
         range=[low - margin, high + margin],
         tickvals=inside,
-        ticktext=[f"{tick:,.10g}" if tick >= 1e-3 else f"{tick:g}" for tick in inside],
+        ticktext=[_power_text(tick) for tick in inside],
     )
+
+
+def _power_text(tick: float) -> str:
+    """A number on a logarithmic axis, as a power of ten where it would have many digits."""
+    power = log10(tick)
+    return f"{tick:,.10g}" if -3 < power < 5 or power % 1 else f"10<sup>{power:.0f}</sup>"
 
 
 def styled(figure: Any, height: int) -> Any:
@@ -148,11 +154,12 @@ def ink_on(colour: str) -> str:
     """White or nearly black, whichever has the greater contrast to a colour, ``#rrggbb`` (WCAG 2.2, relative
     luminance)."""
     dark = "#111827"
-    whites, blacks = (1.05 / (_luminance(colour) + 0.05), (_luminance(colour) + 0.05) / (_luminance(dark) + 0.05))
+    whites, blacks = (1.05 / (luminance(colour) + 0.05), (luminance(colour) + 0.05) / (luminance(dark) + 0.05))
     return "white" if whites > blacks else dark
 
 
-def _luminance(colour: str) -> float:
+def luminance(colour: str) -> float:
+    """Relative luminance of ``#rrggbb`` (WCAG 2.2), from 0 to 1."""
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

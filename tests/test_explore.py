@@ -604,6 +604,8 @@ def test_a_link_restores_every_view_and_loads_nothing_from_elsewhere(page):
         assert {key: page.link[key] for key in link} == {key: str(value) for key, value in link.items()}
         assert page.link["view"] == view
         assert page.driver.execute_script(HIDDEN_FOCUS) == []
+        lists = page.driver.find_elements("css selector", "aside button.dash-dropdown")
+        assert [one.get_property("tabIndex") for one in lists] == [0] * len(lists) != []
         loaded = page.driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
         assert len(loaded) > 5
         assert all(urlsplit(name).netloc in ("", page.address) for name in loaded), loaded

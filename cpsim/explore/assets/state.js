@@ -82,6 +82,14 @@ function toAddress(state, controls) {
   return "?" + written.toString();
 }
 
+// The Tab key reaches lists by the button that opens them, which a reader of screens knows, and not by the hidden field
+// beside it, which it does not (explore.css hides it).
+new MutationObserver(() => {
+  for (const button of document.querySelectorAll("button.dash-dropdown")) {
+    button.tabIndex = 0;
+  }
+}).observe(document.documentElement, { childList: true, subtree: true });
+
 // Tables offer strategies that were left out, and link to other cases: neither loads the page again.
 document.addEventListener("click", (event) => {
   const offer = event.target.closest("[data-strategy]"), link = event.target.closest("#below a");

@@ -211,12 +211,12 @@ def _line(label: str, points: Sequence[Prediction], colour: str) -> list[dict[st
         "legendgroup": label,
         "mode": "lines+markers",
         "line": {"color": colour, "width": 2},
-        "marker": {"color": colour, "size": 6},
+        "marker": {"color": colour, "size": 7, "line": {"width": 1}},
         "customdata": [interval_text(point.time_s_low, point.time_s_high) for point in points],
         "hovertemplate": label + ": %{y:.3g} ms (90 %: %{customdata}) at %{x:,} tokens<extra></extra>",
     }
-    casing = {name: line[name] for name in ("type", "x", "y", "legendgroup", "mode")}
-    look = {"line": {"width": 4}, "marker": {"size": 9}, "opacity": 0.7, "showlegend": False, "hoverinfo": "skip"}
+    casing = {name: line[name] for name in ("type", "x", "y", "legendgroup")}
+    look = {"mode": "lines", "line": {"width": 4}, "opacity": 0.7, "showlegend": False, "hoverinfo": "skip"}
     return [band, casing | look, line]
 
 

@@ -43,7 +43,10 @@ def _template(ink: str, grid: str) -> dict[str, Any]:
     }
     edge = {"color": ink, "width": 0.5}
     bar = {"error_x": {"color": ink}, "marker": {"line": edge}}
-    return {"layout": layout, "data": {"bar": [bar], "scatter": [{"line": {"color": ink}, "marker": {"color": ink}}]}}
+    return {
+        "layout": layout,
+        "data": {"bar": [bar], "scatter": [{"line": {"color": ink}, "marker": {"line": {"color": ink}}}]},
+    }
 
 
 TEMPLATES: Final = {"light": _template("#1f2937", "#e2e8f0"), "dark": _template("#e5e7eb", "#334155")}

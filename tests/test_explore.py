@@ -156,6 +156,14 @@ def test_controls_of_a_step_ask_what_the_command_line_asks():
         scenario_of(task=controls.STEP, sequences="x")
 
 
+def test_a_step_of_any_number_of_gpus_has_a_usual_batch_where_none_is_typed():
+    for gpus in (8, 24, 96):
+        asked = scenario_of(task=controls.STEP, gpus=gpus, nodes=gpus // 8)
+        assert asked.gpus == gpus
+        assert asked.num_tokens % gpus == 0
+    assert scenario_of(task=controls.STEP, gpus=16, nodes=2, sequences="48").num_sequences == 48
+
+
 @pytest.fixture(scope="module")
 def asked():
     found = answers.Answers(workers=1)
@@ -575,6 +583,13 @@ def test_every_control_changes_the_answer_and_the_link(page):
     assert page.console() == []
 
 
+HIDDEN_FOCUS = """
+const hidden = [...document.querySelectorAll("[aria-hidden=true], [aria-hidden=true] *")];
+return hidden.filter((one) => one.tabIndex >= 0 && one.offsetParent).map((one) => one.outerHTML);
+"""
+"""What the Tab key reaches and a reader of screens does not."""
+
+
 @pytest.mark.chromium
 @needs_chromium
 def test_a_link_restores_every_view_and_loads_nothing_from_elsewhere(page):
@@ -588,6 +603,9 @@ def test_a_link_restores_every_view_and_loads_nothing_from_elsewhere(page):
         assert page.driver.execute_script("return document.documentElement.dataset.theme") == "dark"
         assert {key: page.link[key] for key in link} == {key: str(value) for key, value in link.items()}
         assert page.link["view"] == view
+        assert page.driver.execute_script(HIDDEN_FOCUS) == []
+        lists = page.driver.find_elements("css selector", "aside button.dash-dropdown")
+        assert [one.get_property("tabIndex") for one in lists] == [0] * len(lists) != []
         loaded = page.driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
         assert len(loaded) > 5
         assert all(urlsplit(name).netloc in ("", page.address) for name in loaded), loaded
@@ -667,7 +685,7 @@ def test_what_was_left_out_is_offered_planned_in_the_background_and_in_the_link(
     page.said()
     page.settle()
     assert page.text("caption").startswith("dcp")
-    page.pick("Predicted and measured")
+    page.pick("Real runs")
     page.said()
     page.settle()
     page.find("#below a").click()
@@ -842,7 +860,7 @@ def test_the_map_fills_while_its_bar_grows(page):
     """Seconds from the click until all cells around 96 GPUs are there are printed; the bar is 3 s on a free machine."""
     page.open(gpus=96, tokens_per_gpu=4096, documents="one document", mask="causal")
     begun, bars = time.monotonic(), set()
-    page.pick("Where the best changes")
+    page.pick("Where it changes")
     while not bars or max(bars) < 1:
         done, whole, drawn = page.driver.execute_script(
             "const p = document.querySelector('#progress');"

@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from scripts import load_script
 from test_cli import cpsim, one_line
 
@@ -20,7 +22,7 @@ from cpsim.case.lengths import bins, read_lengths, sample, waste
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.case.resolve import parallel_of
 from cpsim.errors import ScenarioError
-from cpsim.report.fitted import Column, Fitted
+from cpsim.report.fitted import Column, Fitted, table
 
 FORMATS = Path(__file__).parent / "formats"
 LLAMA = ("--model", "llama3-8b", "--gpus", "64", "--cluster", "dgx-h100", "--context", "128k")
@@ -150,17 +152,33 @@ def test_no_strategy_is_cut(width, monkeypatch, megatron):
     text = cpsim("advise", *LLAMA, "--framework", "megatron")
     assert "…" not in text
     assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    assert " ".join(megatron["launch"]["text"].split()) in " ".join(text.split())  # what is to be pasted is whole
     best = megatron["candidates"][0]["scenario"]
     assert f"usp (ulysses {best['knobs']['ulysses']}, head_first)" in text
 
 
+def test_tables_cut_no_word_and_become_lists_where_they_would():
+    made = table(("name", "left"), ("what it is", "left"), ("size", "right"))
+    made.add_row("flashinfer_fa2", "two short words", "1,073,741,824 B")
+    texts = {}
+    for width in (60, 42, 24):
+        console = Console(width=width, file=StringIO())
+        console.print(made)
+        texts[width] = console.file.getvalue()
+        assert "…" not in texts[width]
+        assert all(len(line) <= width for line in texts[width].splitlines())
+    assert "flashinfer_fa2  two short words  1,073,741,824 B" in texts[60]
+    assert re.search(r"flashinfer_fa2  two short  1,073,741,824 B\n +words", texts[42])
+    assert " ".join(texts[24].split()) == "flashinfer_fa2 what it is two short words; size 1,073,741,824 B"
+
+
 def test_columns_are_left_out_before_words_are_stacked():
     columns = [Column("#", worth=9), Column("name", "left", worth=9), Column("more", "left", worth=9, stacks=True)]
-    table = Fitted([*columns, Column("extra", worth=1)], [["1", "a" * 6 + " (b)", "b" * 10, "c" * 10]], [""])
-    assert table.chosen(80)[0] == [0, 1, 2, 3]
-    assert table.chosen(30) == ([0, 1, 2], [["1", "aaaaaa (b)", "b" * 10, "c" * 10]])
-    assert table.chosen(22) == ([0, 1, 2], [["1", "aaaaaa\n(b)", "b" * 10, "c" * 10]])
-    assert table.chosen(20) == ([0, 1], [["1", "aaaaaa\n(b)\nbbbbbbbbbb", "b" * 10, "c" * 10]])
+    fitted = Fitted([*columns, Column("extra", worth=1)], [["1", "a" * 6 + " (b)", "b" * 10, "c" * 10]], [""])
+    assert fitted.chosen(80)[0] == [0, 1, 2, 3]
+    assert fitted.chosen(30) == ([0, 1, 2], [["1", "aaaaaa (b)", "b" * 10, "c" * 10]])
+    assert fitted.chosen(22) == ([0, 1, 2], [["1", "aaaaaa\n(b)", "b" * 10, "c" * 10]])
+    assert fitted.chosen(20) == ([0, 1], [["1", "aaaaaa\n(b)\nbbbbbbbbbb", "b" * 10, "c" * 10]])
 
 
 @pytest.mark.parametrize(

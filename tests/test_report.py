@@ -2,8 +2,8 @@
 
 import json
 import re
-import shutil
 import subprocess
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import handmade
 import numpy as np
 import pytest
+from browser import CHROMIUM, DRIVER, chromium
 from rich.console import Console
 
 from cpsim.case.load import scenario_from
 from cpsim.errors import ScenarioError
 from cpsim.prediction.predict import predict
 from cpsim.prediction.results import Infeasible
-from cpsim.report import axes, figures, front, frontier, html, lengths, records, tables, views, words
+from cpsim.report import axes, caveats, figures, front, frontier, html, lengths, page, records, tables, views, words
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_table_fits_100_columns_and_shows_everything(advice):
         assert needle in text
     assert "cannot run" in text
     assert "usp" in text
-    assert "• attention: extrapolated beyond 65,536 tokens" in text
+    assert re.search(r"• kernels +attention: extrapolated beyond 65,536 tokens", text)
 
 
 def test_square_brackets_are_not_markup(advice):
@@ -280,10 +281,57 @@ def test_time_is_taken_apart_without_a_rest(advice):
 
 def test_caveats_are_grouped_by_what_they_change():
     notes = ["network between nodes of x: published", "attention: extrapolated", "documents: ignored", "host-bound: y"]
-    text = front.caveats_html(notes)
-    assert "the network 1, hosts 1, kernels 1, the case 1" in text
+    text = caveats.caveats_html(notes)
+    assert "1 on the network, 1 on hosts, 1 on kernels, 1 on the case" in text
     assert text.startswith("<details")
-    assert front.caveats_html([]) == ""
+    assert caveats.caveats_html([]) == ""
+
+
+def test_what_lies_outside_of_measured_ranges_is_one_caveat_that_says_how_far():
+    notes = [
+        "reduce_scatter of 1611 MB, measured up to 881",
+        "all_gather among 8 GPUs of a node, measured up to 4",
+        "reduce_scatter of 6442 MB, measured up to 881",
+        "reduce_scatter among 8 GPUs of a node, measured up to 4",
+        "fa4 fwd: 20 keys in a sequence, measured from 64",
+    ]
+    assert caveats.caveats(notes) == {
+        "the network": [
+            "beyond what was measured: reduce_scatter of 6,442 MB (measured up to 881); all_gather, reduce_scatter "
+            "among 8 GPUs of a node (measured up to 4)"
+        ],
+        "kernels": ["beyond what was measured: fa4 fwd: 20 keys in a sequence (measured from 64)"],
+    }
+
+
+def test_legends_name_every_group_once_and_say_what_they_hide():
+    traces = [
+        {"type": "bar", "name": "a &amp; b", "marker": {"color": "#123456"}},
+        {"type": "bar", "name": "a &amp; b", "marker": {"color": "#123456"}},
+        {"type": "scatter", "name": "c", "marker": {"color": "#654321", "symbol": "star"}},
+        {"type": "scatter", "name": "d", "showlegend": False},
+    ]
+    made = page.drawn({"data": traces, "layout": figures.house(400)})
+    text = page.legend_html(made, "plot-x")
+    assert re.findall('data-group="([^"]*)"', text) == ["a &amp; b", "c"]
+    assert "#123456" in text
+    assert "★" in text
+    assert page.legend_html({"data": traces[:2]}, "plot-x") == ""
+    assert made["layout"]["showlegend"] is False
+    assert made["layout"]["height"] < 400  # without the room for a legend
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#1e293b"])  # of figures, light and dark
+def test_colours_of_figures_have_the_contrast_of_graphics(ground):
+    for colour in (*figures.PALETTE, *figures.KIND_COLOURS.values(), figures.FORWARD, figures.BACKWARD):
+        light, dark = sorted((figures.luminance(colour) + 0.05, figures.luminance(ground) + 0.05), reverse=True)
+        assert light / dark >= 3, (colour, ground)
+
+
+def test_logarithmic_axes_say_whole_numbers():
+    axis = figures.log_axis("x", [18.0, 150.0])
+    assert axis["ticktext"] == ["20", "50", "100"]
+    assert figures.log_axis("x", [1e-4, 50.0])["ticktext"][0] == "10<sup>-4</sup>"
 
 
 def test_colours_of_strategies_are_told_apart_by_all_kinds_of_colour_vision():
@@ -342,9 +390,6 @@ def test_report_without_candidates_still_says_why(advice):
     assert len(text) < 25_000
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 
 
@@ -385,3 +430,46 @@ def test_a_page_that_fails_is_noticed(tmp_path):
     page.write_text("<script>Plotly.newPlot('nowhere')</script>")
     _, console = opened(page, tmp_path / "profile")
     assert any("Plotly is not defined" in line for line in console)
+
+
+CUT = """
+const cut = [];
+if (document.documentElement.scrollWidth > innerWidth) cut.push("page");
+for (const plot of document.querySelectorAll(".js-plotly-plot")) {
+  const box = plot.getBoundingClientRect();
+  for (const text of plot.querySelectorAll("svg text")) {
+    const at = text.getBoundingClientRect();
+    const is_out = at.left < box.left - 1 || at.right > box.right + 1 || at.bottom > box.bottom + 1;
+    if (at.width && !text.closest(".hoverlayer") && is_out) cut.push(`${plot.id}: ${text.textContent}`);
+  }
+}
+return cut;
+"""
+"""What is wider than its place."""
+
+
+@pytest.mark.chromium
+@pytest.mark.skipif(DRIVER is None, reason="no chromedriver: apt-get install chromium-driver")
+def test_nothing_is_cut_on_a_phone_and_legends_hide_what_they_name(report):
+    wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
+    driver = chromium()
+    try:
+        driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False},
+        )
+        driver.get(report.as_uri())
+        wait(driver, 30).until(lambda d: len(d.find_elements("css selector", ".js-plotly-plot")) == 8)
+        time.sleep(0.5)
+        assert driver.execute_script(CUT) == []
+        top = driver.execute_script("return document.querySelector('.top li').getBoundingClientRect().bottom")
+        assert top < 844  # the first screen holds the top of the ranking
+        count = "return document.querySelectorAll('#plot-why .trace').length"
+        before = driver.execute_script(count)
+        button = driver.find_element("css selector", "[data-plot='plot-why']")
+        driver.execute_script("arguments[0].click()", button)
+        wait(driver, 10).until(lambda d: d.execute_script(count) == before - 1)
+        assert button.get_attribute("aria-pressed") == "false"
+        assert [one for one in driver.get_log("browser") if one["level"] == "SEVERE"] == []
+    finally:
+        driver.quit()

@@ -30,8 +30,9 @@ from cpsim.explore.controls import (
 )
 from cpsim.explore.door import Turns, check, page_of
 from cpsim.prediction.standalone import standalone
-from cpsim.report.front import caveats_html, front_html
-from cpsim.report.page import TEMPLATES, asset, shared_style
+from cpsim.report.caveats import caveats_html
+from cpsim.report.front import front_html
+from cpsim.report.page import TEMPLATES, asset, drawn, legend_html, shared_style, size_of
 from cpsim.report.step_page import step_front
 from cpsim.report.steps import step_recommendation
 from cpsim.report.views import TITLES, View
@@ -56,8 +57,8 @@ LOADING: Final = "Loading costs and engines; after an installation they are comp
 STEPPED: Final = ("nodes", "seed")
 """Numbers that make sense one up or down; what is typed elsewhere is said by Enter, or by leaving the field."""
 THEMES: Final = ("light", "dark")
-OPEN: Final = "/open.js"
-"""Where the script is that reports have, too."""
+FIGURES: Final = "/plots.js"
+"""Where the script of figures is, which reports have, too."""
 
 
 def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
@@ -71,7 +72,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
     app = Dash(__name__, title="cpsim explore", update_title="", serve_locally=True)
     known = controls(start)
     app.index_string = _index(app.index_string)
-    app.server.add_url_rule(OPEN, view_func=lambda: Response(asset("open.js"), mimetype="text/javascript"))
+    app.server.add_url_rule(FIGURES, view_func=lambda: Response(asset("plots.js"), mimetype="text/javascript"))
     app.layout = _layout(known, {**state_of(start), "view": VIEWS[0], "theme": ""})
     names = [control.name for control in known] + ["view", "theme"]
     app.clientside_callback(
@@ -246,9 +247,11 @@ def _step_said(state: Values, found: KnownStep) -> Said:
 
 def _filled(said: Said, theme: str) -> dict[str, Any]:
     """An answer as outputs of the page; a place without a figure is hidden."""
-    made = [_themed(plot, theme) for plot in said.view.plots]
+    made = [_themed(drawn(plot), theme) for plot in said.view.plots]
     missing = len(views.PLOTS) - len(made)
-    heights = [{"height": f"{plot['layout']['height']}px"} for plot in made]
+    sizes = [size_of(plot) for plot in made]
+    legends = {f"{name}-legend": "" for name in views.PLOTS}
+    legends |= {f"{name}-legend": legend_html(plot, name) for name, plot in zip(views.PLOTS, made, strict=False)}
     return {
         "lead": said.lead,
         "kind": said.kind,
@@ -256,9 +259,9 @@ def _filled(said: Said, theme: str) -> dict[str, Any]:
         "done": said.found.done,
         "total": said.found.total,
         "caption": said.view.caption,
-        "html": {"front": said.front, "below": said.view.below, "notes": caveats_html(said.notes)},
+        "html": {"front": said.front, "below": said.view.below, "notes": caveats_html(said.notes)} | legends,
         "plots": made + [no_update] * missing,
-        "shown": heights + [{"display": "none"}] * missing,
+        "shown": sizes + [{"display": "none"}] * missing,
     }
 
 
@@ -339,7 +342,11 @@ def _layout(known: Sequence[Control], start: Values) -> Any:
                     html.Div([_current(), html.Div(id="pinned", role="group", **{"aria-label": "Pinned"})], id="both"),
                     html.Nav([_views(), _downloads()], **{"aria-label": "Views"}),
                     html.Div(
-                        [*map(_place, views.PLOTS), html.P(id="caption", className="muted"), html.Div(id="below")],
+                        [
+                            *(part for name in views.PLOTS for part in _place(name)),
+                            html.P(id="caption", className="muted"),
+                            html.Div(id="below"),
+                        ],
                         id="panel",
                         role="tabpanel",
                         **{"aria-label": "View"},
@@ -366,9 +373,10 @@ def _current() -> Any:
     )
 
 
-def _place(name: str) -> Any:
-    """Where a figure comes."""
-    return dcc.Graph(id=name, config={"displayModeBar": False, "responsive": True}, style={"display": "none"})
+def _place(name: str) -> tuple[Any, Any]:
+    """Where the legend of a figure comes, and the figure."""
+    made = dcc.Graph(id=name, config={"displayModeBar": False, "responsive": True}, style={"display": "none"})
+    return html.Div(id=f"{name}-legend", className="legend"), html.Div(made, className="wide", tabIndex="0")
 
 
 def _control(one: Control, start: Values) -> Any:
@@ -396,7 +404,7 @@ def _hidden(name: str, value: str) -> Any:
 
 def _index(page: str) -> str:
     """The frame of the page, with its language and what it has in common with reports."""
-    style = f'{{%css%}}<style>{shared_style()}</style><script src="{OPEN}"></script>'
+    style = f'{{%css%}}<style>{shared_style()}</style><script src="{FIGURES}"></script>'
     return page.replace("<html>", '<html lang="en">').replace("{%css%}", style)
 
 

@@ -81,7 +81,7 @@ def controls(start: Scenario) -> tuple[Control, ...]:
         Control(name="head_dim", label="head dimension", is_number=True, of=ATTENTION),
         Control(name="kernel", label="kernel", choices=kernel_names(), of=ATTENTION),
         Control(name="strategy", label="strategy shown", choices=(BEST, *STRATEGIES), of=ATTENTION),
-        Control(name="ranks", label="ranks shown", hint="e.g. 0, 1, 48; empty: a few", of=ATTENTION),
+        Control(name="ranks", label="ranks shown, or empty", hint="a few", of=ATTENTION),
         Control(name="across", label="map: to the right", choices=tuple(AXES), of=ATTENTION),
         Control(name="up", label="map: upwards", choices=tuple(AXES), of=ATTENTION),
     )
@@ -95,7 +95,7 @@ def _step_controls() -> tuple[Control, ...]:
         Control(name="model", label="model", choices=tuple(MODELS), of=STEP),
         Control(name="framework", label="framework", choices=tuple(FRAMEWORKS), of=STEP),
         Control(name="context", label="tokens of a sequence", hint="e.g. 128k", of=STEP),
-        Control(name="sequences", label="sequences of a step", is_number=True, of=STEP),
+        Control(name="sequences", label="sequences of a step, or empty", hint="as many as usual", of=STEP),
         Control(name="precision", label="precision", choices=PRECISIONS, of=STEP),
         Control(name="sharding", label="sharding", choices=(SEARCHED, *shardings), of=STEP),
         Control(name="recompute", label="recomputation", choices=(SEARCHED, *recomputes), of=STEP),
@@ -121,7 +121,7 @@ def state_of(scenario: Scenario) -> dict[str, Any]:
         "model": scenario.model if named else "llama3-8b",
         "framework": scenario.framework or DEFAULT,
         "context": scenario.context or (scenario.num_tokens if named else 131072),
-        "sequences": scenario.num_sequences if named else 32,
+        "sequences": scenario.num_sequences if named else "",
         "precision": scenario.precision if isinstance(scenario.precision, str) else PRECISIONS[0],
         "sharding": said.get("sharding", SEARCHED),
         "recompute": said.get("recompute", SEARCHED),
@@ -216,7 +216,7 @@ def _step_of(state: State) -> Scenario:
         cluster=cluster,
         context=str(state["context"]),
         lengths=None if state["documents"] == ONE_DOCUMENT else str(state["documents"]),
-        batch=_whole(state, "sequences"),
+        batch=_whole(state, "sequences") if state.get("sequences") not in (None, "") else None,
         changes=tuple(changes),
     )
     return ask(options).scenario

@@ -156,7 +156,7 @@ def _with_links(view: View, here: Scenario, runs: Sequence[Run], controls: Seque
         + "</ul></details>"
         for machine, group in links.items()
     )
-    return replace(view, below=f"{view.below}<h3>Cases with real runs</h3>{below}")
+    return replace(view, below=f"{view.below}<h2>Cases with real runs</h2>{below}")
 
 
 def _machine(scenario: Scenario) -> str:

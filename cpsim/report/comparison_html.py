@@ -24,7 +24,7 @@ from cpsim.report.comparison import (
     short_case,
     who_text,
 )
-from cpsim.report.figures import PALETTE, styled
+from cpsim.report.figures import PALETTE, log_axis, styled
 from cpsim.report.page import figure, page, table
 from cpsim.runtime.files import write
 from cpsim.units import MS_PER_S
@@ -40,7 +40,7 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
 def comparison_html(comparison: Comparison) -> str:
     """The page as text."""
     pairs = comparison.pairs
-    sections = [f"<h1>Predicted and measured</h1><p class=lead>{escape(headline(comparison))}</p>"]
+    sections = [f"<h1>Predicted and measured</h1><p class='lead fact'>{escape(headline(comparison))}</p>"]
     if pairs:
         sections += [_errors(pairs), _plots(pairs), _choices(comparison)]
         sections.append("<h2>Every case, worst first</h2>" + table(CASES_HEAD, case_rows(pairs), num_text=2))
@@ -101,8 +101,8 @@ def scatter(pairs: Sequence[Pair]) -> Any:
             "array": [h - y for h, y in zip(high, trace.y, strict=True)],
             "arrayminus": [y - lo for lo, y in zip(low, trace.y, strict=True)],
         }
-    made.update_xaxes(type="log", title="measured [ms]", dtick="D2")
-    made.update_yaxes(type="log", title="predicted [ms]", dtick="D2")
+    made.update_xaxes(log_axis("measured [ms]", ends))
+    made.update_yaxes(log_axis("predicted [ms]", [*ends, *(p.predicted.time_s * MS_PER_S for p in pairs)]))
     return styled(made, 620)
 
 
@@ -111,7 +111,7 @@ def residuals(pairs: Sequence[Pair]) -> Any:
     made = go.Figure()
     _add_pairs(made, pairs, lambda pair: 100 * pair.error)
     made.add_hline(y=0, line={"color": "#9ca3af", "width": 1})
-    made.update_xaxes(type="log", title="measured [ms]", dtick="D2")
+    made.update_xaxes(log_axis("measured [ms]", [pair.run.time_s * MS_PER_S for pair in pairs]))
     made.update_yaxes(title="error [%]")
     return styled(made, 480)
 

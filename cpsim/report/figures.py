@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
+from math import ceil, floor, log10
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from cpsim.report.axes import tokens_text
 from cpsim.report.words import interval_text, strategy_label
 from cpsim.schedule.schedule import STREAMS, Kind
 from cpsim.units import MS_PER_S, format_count
@@ -23,19 +26,20 @@ if TYPE_CHECKING:
 
 Figure = dict[str, Any]
 
-FORWARD, BACKWARD = "#60a5fa", "#1d4ed8"
+FORWARD, BACKWARD = "#3b82f6", "#c2610c"
 PALETTE: Final = (
-    "#1d4ed8",
+    "#3b82f6",
     "#ea580c",
     "#059669",
-    "#9333ea",
+    "#a855f7",
     "#dc2626",
     "#0891b2",
-    "#ca8a04",
-    "#4b5563",
+    "#b97f04",
+    "#6b7a90",
     "#db2777",
     "#65a30d",
 )
+"""Each has a contrast of 3 to the ground of figures, light or dark."""
 STRATEGY_COLOURS: Final = {
     "ulysses": "#e69f00",
     "ring": "#88ccee",
@@ -53,16 +57,16 @@ STRATEGY_COLOURS: Final = {
 """A strategy's colour wherever it is drawn, of palettes for any kind of colour vision: Okabe and Ito's, and Paul Tol's
 (SRON/EPS/TN/09-002)."""
 KIND_COLOURS: Final = {
-    "attention": "#2563eb",
-    "attention backward": "#1e40af",
-    "merge": "#f59e0b",
-    "accumulate": "#d97706",
-    "copy": "#a8a29e",
-    "transfer": "#10b981",
-    "all gather": "#14b8a6",
-    "reduce scatter": "#0f766e",
+    "attention": "#3b82f6",
+    "attention backward": "#6366f1",
+    "merge": "#d97706",
+    "accumulate": "#c2610c",
+    "copy": "#8a847e",
+    "transfer": "#059669",
+    "all gather": "#0d9488",
+    "reduce scatter": "#0891b2",
     "all to all": "#a855f7",
-    "all reduce": "#7e22ce",
+    "all reduce": "#c026d3",
     "barrier": "#ef4444",
 }
 OTHER_COLOUR: Final = "#64748b"
@@ -73,6 +77,12 @@ EXPOSED: Final = "exposed communication"
 EXPOSED_COLOUR: Final = "#fca5a5"
 OUTLINED: Final = 100
 """From so many bars of a kind on, outlines would hide the bars."""
+LABEL: Final = 28
+"""Letters of a line beside a bar."""
+FINE: Final = 2.5
+"""Up to so many powers of ten, an axis has ticks between them."""
+NARROWEST: Final = 560
+"""Width of a timeline [px]; narrower screens scroll it."""
 COLUMNS: Final = 1500
 """Bars of a timeline that are closer together than the span over this number are drawn as one."""
 
@@ -94,6 +104,41 @@ def house(height: int, top: int = 70) -> dict[str, Any]:
     }
 
 
+def bar_label(text: str) -> str:
+    """What a bar is about, escaped, in lines that leave a narrow screen room for the bar."""
+    return "<br>".join(escape(line) for line in wrap(text, LABEL))
+
+
+def log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:
+    """A logarithmic axis whose ticks are numbers: at 1, 2 and 5 times powers of ten, or at powers alone where there are
+    many.
+
+    Args:
+        title: of the axis.
+        values: what it shows, more than 0.
+    """
+    shown = [value for value in values if value > 0] or [1.0]
+    low, high = log10(min(shown)), log10(max(shown))
+    margin = max(0.04 * (high - low), 0.05)
+    steps = (1, 2, 5) if high - low < FINE else (1,)
+    powers = range(floor(low - margin), ceil(high + margin) + 1)
+    ticks = [float(f"{step}e{power}") for power in powers for step in steps]
+    inside = [tick for tick in ticks if low - margin <= log10(tick) <= high + margin]
+    return titled(
+        title,
+        type="log",
+        range=[low - margin, high + margin],
+        tickvals=inside,
+        ticktext=[_power_text(tick) for tick in inside],
+    )
+
+
+def _power_text(tick: float) -> str:
+    """A number on a logarithmic axis, as a power of ten where it would have many digits."""
+    power = log10(tick)
+    return f"{tick:,.10g}" if -3 < power < 5 or power % 1 else f"10<sup>{power:.0f}</sup>"
+
+
 def styled(figure: Any, height: int) -> Any:
     """A plotly object in the house style."""
     figure.update_layout(house(height))
@@ -109,11 +154,12 @@ def ink_on(colour: str) -> str:
     """White or nearly black, whichever has the greater contrast to a colour, ``#rrggbb`` (WCAG 2.2, relative
     luminance)."""
     dark = "#111827"
-    whites, blacks = (1.05 / (_luminance(colour) + 0.05), (_luminance(colour) + 0.05) / (_luminance(dark) + 0.05))
+    whites, blacks = (1.05 / (luminance(colour) + 0.05), (luminance(colour) + 0.05) / (luminance(dark) + 0.05))
     return "white" if whites > blacks else dark
 
 
-def _luminance(colour: str) -> float:
+def luminance(colour: str) -> float:
+    """Relative luminance of ``#rrggbb`` (WCAG 2.2), from 0 to 1."""
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -134,19 +180,14 @@ def lengths(predictions: Iterable[Prediction]) -> Figure:
         colour = strategy_colour(str(points[0].scenario.strategy))
         data += _line(label, sorted(points, key=lambda p: p.scenario.num_tokens), colour)
     ticks = sorted({point.scenario.num_tokens for points in lines.values() for point in points})
-    shown = {"type": "log", "tickvals": ticks, "ticktext": [format_count(t) for t in ticks]}
-    return {
-        "data": data,
-        "layout": house(520)
-        | {
-            "xaxis": titled("total tokens", **shown),
-            "yaxis": titled("time, forward and backward [ms]", type="log", dtick="D2"),
-        },
-    }
+    shown = {"type": "log", "tickvals": ticks, "ticktext": [tokens_text(t) for t in ticks]}
+    times = [time * MS_PER_S for points in lines.values() for p in points for time in (p.time_s_low, p.time_s_high)]
+    axes = {"xaxis": titled("total tokens", **shown), "yaxis": log_axis("time, forward and backward [ms]", times)}
+    return {"data": data, "layout": house(520) | axes}
 
 
 def _line(label: str, points: Sequence[Prediction], colour: str) -> list[dict[str, Any]]:
-    """The band of one line, and the line."""
+    """The band of one line, what sets it off from any ground, and the line."""
     tokens = [point.scenario.num_tokens for point in points]
     low, high = ([getattr(p, name) * MS_PER_S for p in points] for name in ("time_s_low", "time_s_high"))
     band = {
@@ -170,10 +211,13 @@ def _line(label: str, points: Sequence[Prediction], colour: str) -> list[dict[st
         "legendgroup": label,
         "mode": "lines+markers",
         "line": {"color": colour, "width": 2},
+        "marker": {"color": colour, "size": 7, "line": {"width": 1}},
         "customdata": [interval_text(point.time_s_low, point.time_s_high) for point in points],
         "hovertemplate": label + ": %{y:.3g} ms (90 %: %{customdata}) at %{x:,} tokens<extra></extra>",
     }
-    return [band, line]
+    casing = {name: line[name] for name in ("type", "x", "y", "legendgroup")}
+    look = {"mode": "lines", "line": {"width": 4}, "opacity": 0.7, "showlegend": False, "hoverinfo": "skip"}
+    return [band, casing | look, line]
 
 
 def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Figure, str]:
@@ -212,6 +256,7 @@ def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Figure, str]:
         )
     rows = {"categoryorder": "array", "categoryarray": lanes[::-1], "automargin": True}
     layout = house(190 + 26 * len(lanes), top=115) | {"barmode": "overlay", "bargap": 0.15, "yaxis": rows}
+    layout["meta"] = {"min_width": NARROWEST}
     return {"data": data, "layout": layout | _side_by_side(list(drawn))}, words  # the legend takes several lines
 
 
@@ -294,7 +339,7 @@ def _kind_bars(kind: str, bars: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return _bars(
         kind,
         bars,
-        marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": outline}},
+        marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"width": outline}},
         customdata=[bar["name"] if bar["count"] == 1 else f"{bar['count']} ops" for bar in bars],
         hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>" + kind + "</extra>",
     )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cpsim.case.resolve import cluster_of
 from cpsim.prediction.results import Advice, Candidate, inseparable
-from cpsim.report.figures import Figure, house, strategy_colour, titled
+from cpsim.report.caveats import caveats_html
+from cpsim.report.figures import Figure, bar_label, house, strategy_colour, titled
 from cpsim.report.page import page, section
 from cpsim.report.words import CLEAR, case_text, documents_text, interval_text, ms_text, percent_text, strategy_label
 from cpsim.units import MS_PER_S, format_bytes, short_count
@@ -39,15 +40,6 @@ PARTS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """What parts of a critical path are called, and their colours, by the beginnings of cost models' names; the first that
 holds counts."""
-SUBJECTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "The whole answer": ("not measured",),
-    "The network": ("network", "among", "nic", "transfer", "collective", "rings of", "ranks", "nodes", "port"),
-    "Hosts": ("host", "launch", "planning"),
-    "Kernels": ("costs on the gpu", "attention", "kernel", "profile", "clock", "product", "extrapolated"),
-    "Memory": ("memory", "allocator"),
-    "The case": (),
-}
-"""What a caveat changes, by words in it; the first that holds counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,10 +235,12 @@ def path_text(best: Candidate) -> str:
     """The critical path in words."""
     parts = parts_of(_parts(best))
     total = sum(parts.values())
-    shares = [f"{percent_text(seconds / total)} {name}" for name, seconds in parts.items() if seconds >= 0.005 * total]
+    large = {name: seconds / total for name, seconds in parts.items() if seconds >= 0.005 * total}
+    shares = ", ".join(f"{percent_text(share)} {name}" for name, share in large.items())
     return (
-        f"What decides the time of {strategy_label(best.scenario)}, along its critical path: {', '.join(shares)}. "
-        f"For {percent_text(best.exposed_share)} of it the slowest GPU computes nothing: it communicates or waits."
+        f"Whiskers: 90 % interval. What decides the time of {strategy_label(best.scenario)}, along its critical path: "
+        f"{shares}. For {percent_text(best.exposed_share)} of it the slowest GPU computes nothing: it communicates or "
+        "waits."
     )
 
 
@@ -258,7 +252,7 @@ def _parts(one: Candidate) -> dict[str, float]:
 
 def why(candidates: Sequence[Candidate]) -> Figure:
     """Where the time of some ways goes: a bar for each, with its 90 % interval."""
-    labels = [escape(strategy_label(one.scenario)) for one in candidates]
+    labels = [bar_label(strategy_label(one.scenario)) for one in candidates]
     parts = [parts_of(_parts(one)) for one in candidates]
     colours = dict(PARTS.values())
     names = [name for name in colours if any(name in of for of in parts)]
@@ -271,7 +265,7 @@ def why(candidates: Sequence[Candidate]) -> Figure:
             "y": labels,
             "x": [of.get(name, 0.0) * MS_PER_S for of in parts],
             "width": 0.6,
-            "marker": {"color": colours.get(name, "#64748b"), "line": {"color": "white", "width": 0.5}},
+            "marker": {"color": colours.get(name, "#64748b")},
             "hovertemplate": "%{y}: " + name + " %{x:.3g} ms<extra></extra>",
         }
         for name in names
@@ -287,31 +281,7 @@ def why(candidates: Sequence[Candidate]) -> Figure:
     widest = max(one.total_s_high for one in candidates) * MS_PER_S
     axes = {
         "yaxis": {"autorange": "reversed", "automargin": True},
-        "xaxis": titled("time [ms], whiskers: 90 % interval", range=[0, widest * 1.05]),
+        "xaxis": titled("time [ms]", range=[0, widest * 1.05]),
     }
     layout = house(170 + 40 * len(candidates), top=95) | axes | {"barmode": "stack"}
     return {"data": data, "layout": layout}
-
-
-def caveats_html(notes: Sequence[str]) -> str:
-    """What a reader must know before relying on an answer, by what it changes; folded."""
-    if not notes:
-        return ""
-    groups: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
-    for note in notes:
-        said = note.lower()
-        groups[next(s for s, words in SUBJECTS.items() if not words or any(word in said for word in words))].append(
-            note
-        )
-    there = {subject: some for subject, some in groups.items() if some}
-    counts = ", ".join(f"{subject.lower()} {len(some)}" for subject, some in there.items())
-    lists = "".join(
-        f"<h3>{escape(subject)}</h3><ul>{''.join(f'<li>{escape(note)}</li>' for note in some)}</ul>"
-        for subject, some in there.items()
-    )
-    return f'<details class="caveats"><summary>Know this before you rely on it: {counts}</summary>{lists}</details>'
-
-
-def _subject(note: str) -> str:
-    said = note.lower()
-    return next(subject for subject, words in SUBJECTS.items() if not words or any(word in said for word in words))

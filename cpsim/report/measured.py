@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpsim.report.figures import PALETTE, Figure, house, titled
+from cpsim.report.figures import PALETTE, Figure, bar_label, house, titled
 from cpsim.report.words import strategy_label
 from cpsim.units import MS_PER_S
 
@@ -33,7 +32,7 @@ def measured_columns(pairs: Sequence[Pair]) -> dict[str, Column]:
 def measured(pairs: Sequence[Pair]) -> Figure:
     """A row for every way to compute the case: its prediction with the 90 % interval, and every run of it."""
     columns = measured_columns(sorted(pairs, key=lambda pair: pair.predicted.time_s))
-    labels = [escape(label) for label in columns["strategy"].tolist()]
+    labels = [bar_label(label) for label in columns["strategy"].tolist()]
     low, mean, high = (columns[f"predicted_s{end}"] * MS_PER_S for end in ("_low", "", "_high"))
     between = {"type": "data", "symmetric": False, "array": (high - mean).tolist(), "arrayminus": (mean - low).tolist()}
     cross = {"color": PALETTE[1], "size": 11, "symbol": "x-thin", "line": {"width": 2.5, "color": PALETTE[1]}}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cpsim.report.figures import BACKWARD, FORWARD, Figure, house, titled
+from cpsim.report.figures import BACKWARD, FORWARD, Figure, bar_label, house, titled
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.words import strategy_label
 
@@ -25,7 +25,7 @@ def peaks(advice: Advice, limit_bytes: int) -> Figure:
         limit_bytes: memory of a GPU.
     """
     best = best_of_strategies(advice)
-    labels = [escape(strategy_label(candidate.scenario)) for candidate in best]
+    labels = [bar_label(strategy_label(candidate.scenario)) for candidate in best]
     data = [
         {
             "type": "bar",
@@ -40,8 +40,7 @@ def peaks(advice: Advice, limit_bytes: int) -> Figure:
     ]
     fullest = max((candidate.peak_memory_bytes for candidate in best), default=0)
     far = fullest <= limit_bytes / 4  # the line would squeeze the bars
-    title = f"memory of attention on the fullest GPU [GB], of {limit_bytes / GB:.0f} GB"
-    axes = {"xaxis": titled(title), "yaxis": {"autorange": "reversed", "automargin": True}}
+    axes = {"xaxis": titled("memory [GB]"), "yaxis": {"autorange": "reversed", "automargin": True}}
     return {"data": data, "layout": house(150 + 42 * len(best)) | axes | ({} if far else limit(limit_bytes / GB))}
 
 
@@ -71,29 +70,30 @@ def buffer_columns(candidate: Candidate) -> dict[str, Column]:
     return {name: np.array(column) for name, column in zip(("pass", "rank", "buffer", "nbytes"), columns, strict=True)}
 
 
-_FITTING: Final = {"uniformtext": {"mode": "hide", "minsize": 10}}
-"""Names that do not fit into their bars are left out."""
-
-
 def buffers(candidate: Candidate) -> Figure:
-    """The buffers of ``buffer_columns``, one bar a pass, stacked."""
+    """The buffers of ``buffer_columns``, a row for each, the largest above; passes beside each other."""
     columns = buffer_columns(candidate)
-    words = {"fwd": "forward", "bwd": "backward"}
+    largest: dict[str, int] = {}
+    for name, nbytes in zip(columns["buffer"].tolist(), columns["nbytes"].tolist(), strict=True):
+        largest[name] = max(nbytes, largest.get(name, 0))
+    names = sorted(largest, key=lambda name: -largest[name])
     data = []
-    for name in dict.fromkeys(columns["buffer"].tolist()):
-        of_name = columns["buffer"] == name
+    for pass_, words, colour in (("fwd", "forward", FORWARD), ("bwd", "backward", BACKWARD)):
+        of_pass = columns["pass"] == pass_
         data.append(
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": escape(name),
-                "y": [words[pass_] for pass_ in columns["pass"][of_name].tolist()],
-                "x": (columns["nbytes"][of_name] / GB).tolist(),
-                "text": escape(name),
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-                "hovertemplate": escape(name) + ": %{x:.3g} GB in %{y}<extra></extra>",
+                "name": words,
+                "y": [escape(name) for name in columns["buffer"][of_pass].tolist()],
+                "x": (columns["nbytes"][of_pass] / GB).tolist(),
+                "marker": {"color": colour},
+                "hovertemplate": "%{y}: %{x:.3g} GB in " + words + "<extra></extra>",
             }
         )
-    axes = {"xaxis": titled("buffers on the fullest GPU [GB]"), "yaxis": {"autorange": "reversed", "automargin": True}}
-    return {"data": data, "layout": house(320) | axes | {"barmode": "stack"} | _FITTING}
+    rows = {"categoryorder": "array", "categoryarray": [escape(name) for name in names], "dtick": 1}
+    axes = {
+        "xaxis": titled("size of a buffer [GB]"),
+        "yaxis": rows | {"autorange": "reversed", "automargin": True},
+    }
+    return {"data": data, "layout": house(150 + 24 * len(names)) | axes}

@@ -6,12 +6,15 @@ import base64
 import gzip
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any, Final
 
 from cpsim.report.figures import PALETTE
 
+BARE_TOP: Final = 12
+TITLED_TOP: Final = 34
+"""Room above a plot [px], and above one with words there."""
 ASSETS: Final = Path(__file__).with_name("assets")
 
 
@@ -38,11 +41,28 @@ def _template(ink: str, grid: str) -> dict[str, Any]:
         "hoverlabel": {"align": "left"},
         "shapedefaults": {"line": {"color": ink}},
     }
-    return {"layout": layout, "data": {"bar": [{"error_x": {"color": ink}}]}}
+    edge = {"color": ink, "width": 0.5}
+    bar = {"error_x": {"color": ink}, "marker": {"line": edge}}
+    return {
+        "layout": layout,
+        "data": {"bar": [bar], "scatter": [{"line": {"color": ink}, "marker": {"line": {"color": ink}}}]},
+    }
 
 
 TEMPLATES: Final = {"light": _template("#1f2937", "#e2e8f0"), "dark": _template("#e5e7eb", "#334155")}
-"""Plotly templates on the page's own ground."""
+"""Plotly templates on the page's own ground; their ink sets bars and lines off whose colours are near it."""
+SYMBOLS: Final = {
+    "square": "■",
+    "diamond": "◆",
+    "cross": "✚",
+    "x": "✖",
+    "x-thin": "✕",
+    "triangle-up": "▲",
+    "triangle-down": "▼",
+    "star": "★",
+    "hexagon": "⬢",
+}
+"""Plotly's symbols in legends."""
 
 
 def page(title: str, sections: Iterable[str], *, with_plots: bool, links: Mapping[str, str] | None = None) -> str:
@@ -70,7 +90,7 @@ def page(title: str, sections: Iterable[str], *, with_plots: bool, links: Mappin
 def _scripts() -> str:
     from plotly.io.json import to_json_plotly
 
-    return f"<script>const TEMPLATES = {to_json_plotly(TEMPLATES)};{asset('open.js')}{asset('show.js')}</script>"
+    return f"<script>const TEMPLATES = {to_json_plotly(TEMPLATES)};{asset('plots.js')}{asset('show.js')}</script>"
 
 
 def _plotly() -> str:
@@ -87,15 +107,71 @@ def section(title: str, name: str, body: str) -> str:
 
 
 def figure(made: Any, name: str, caption: str) -> str:
-    """A plotly figure, or its values, with an escaped caption; ``name`` is its id."""
+    """A plotly figure, or its values, with its legend above and an escaped caption below; ``name`` is its id."""
     from plotly.io.json import to_json_plotly
 
-    values = made if isinstance(made, dict) else made.to_plotly_json()
-    bare = {"data": values["data"], "layout": {k: v for k, v in values["layout"].items() if k != "template"}}
-    height = values["layout"].get("height", 450)
-    place = f'<div id="plot-{name}" style="height: {height}px"></div>'
-    plot = f'{place}<script>show("plot-{name}", {to_json_plotly(bare)})</script>'
-    return f'<figure class="card">{plot}<figcaption>{escape(caption)}</figcaption></figure>'
+    values = drawn(made if isinstance(made, dict) else made.to_plotly_json())
+    style = "; ".join(f"{what}: {size}" for what, size in size_of(values).items())
+    focus = ' tabindex="0"' * bool(values["layout"].get("meta"))  # what can be scrolled is reached by keyboard
+    place = f'<div class="wide"{focus}><div id="plot-{name}" style="{style}"></div></div>'
+    plot = f'{place}<script>show("plot-{name}", {to_json_plotly(values)})</script>'
+    legend = f'<div class="legend">{legend_html(values, f"plot-{name}")}</div>'
+    return f'<figure class="card">{legend}{plot}<figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def drawn(made: Mapping[str, Any]) -> dict[str, Any]:
+    """A figure as pages draw it: their own template, and without the legend, which is HTML and takes the room it needs.
+
+    Args:
+        made: values of a figure.
+    """
+    layout = {name: value for name, value in made["layout"].items() if name != "template"}
+    margin = layout.get("margin", {})
+    top = TITLED_TOP if layout.get("annotations") else BARE_TOP
+    height = layout.get("height", 450) - max(0, margin.get("t", top) - top)
+    changes = {"showlegend": False, "margin": margin | {"t": top}, "height": height}
+    return {"data": made["data"], "layout": layout | changes}
+
+
+def size_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Height and least width of the place of a figure, as CSS says them."""
+    layout = values["layout"]
+    return {"height": f"{layout['height']}px", "min-width": f"{layout.get('meta', {}).get('min_width', 0)}px"}
+
+
+def legend_html(values: Mapping[str, Any], place: str) -> str:
+    """What colours and symbols of a figure mean, as buttons that hide and show it; nothing where there is one.
+
+    Args:
+        values: of the figure.
+        place: the id of its place.
+    """
+    named: dict[str, Mapping[str, Any]] = {}
+    for trace in values["data"]:
+        if trace.get("name") and trace.get("showlegend", True):
+            named.setdefault(group_of(trace), trace)
+    if len(named) < 2:
+        return ""
+    items = "".join(
+        f'<li><button type="button" data-plot="{place}" data-group="{escape(unescape(group))}" aria-pressed="true">'
+        f"{_sign(trace)}{trace['name']}</button></li>"
+        for group, trace in named.items()
+    )
+    return f'<ul aria-label="Legend">{items}</ul>'
+
+
+def group_of(trace: Mapping[str, Any]) -> str:
+    """What is hidden and shown together."""
+    return str(trace.get("legendgroup") or trace.get("name"))
+
+
+def _sign(trace: Mapping[str, Any]) -> str:
+    """The colour of a trace, and its symbol."""
+    marker = trace.get("marker") or {}
+    colour = marker.get("color") or (trace.get("line") or {}).get("color") or "currentColor"
+    if symbol := SYMBOLS.get(marker.get("symbol", "")):
+        return f'<span class="sign" style="color: {colour}" aria-hidden="true">{symbol}</span>'
+    return _mark(colour)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

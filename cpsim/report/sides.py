@@ -42,7 +42,7 @@ def sides_view(found: Sides) -> RenderableType:
     made = table(("", "left"), ("A", "right"), ("B", "right"), ("change", "right"))
     for row in _rows(a, b):
         made.add_row(*row)
-    asked = table(("asked", "left"), ("A", "left"), ("B", "left"))
+    asked = table(("what differs", "left"), ("A", "left"), ("B", "left"))
     for name, (mine, theirs) in found.differing().items():
         asked.add_row(name, shown(mine), shown(theirs))
     ways = [Text(f"{side}: {_way(prediction)}") for side, prediction in (("A", a), ("B", b))]
@@ -78,7 +78,7 @@ def _way(p: Prediction) -> str:
 
 
 def _rows(a: Prediction, b: Prediction) -> Iterator[tuple[str, str, str, str]]:
-    yield "seconds", _seconds(a.time_s), _seconds(b.time_s), _change(a.time_s, b.time_s)
+    yield "time", _seconds(a.time_s), _seconds(b.time_s), _change(a.time_s, b.time_s)
     yield "90 % low", _seconds(a.time_s_low), _seconds(b.time_s_low), ""
     yield "90 % high", _seconds(a.time_s_high), _seconds(b.time_s_high), ""
     if a.tokens_per_s_per_gpu and b.tokens_per_s_per_gpu:

@@ -14,7 +14,7 @@ from cpsim.prediction.results import REFUSALS
 from cpsim.prediction.step_advice import reasons, words
 from cpsim.report import front, step_timeline, validation
 from cpsim.report.answer import evidence_text, launch
-from cpsim.report.figures import Figure, house, strategy_colour, titled
+from cpsim.report.figures import Figure, bar_label, house, strategy_colour, titled
 from cpsim.report.memory import GB, limit
 from cpsim.report.page import Group, folded, grouped_table, table
 from cpsim.report.steps import candidate_row, grouped, memory_text, slower_text, step_recommendation
@@ -166,7 +166,7 @@ def time_view(advice: StepAdvice) -> View:
         return View()
     lines = reasons(advice) if advice.candidates else []
     lines += [slower_text(advice)] if advice.slower else []
-    below = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    below = f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
     caption = "What the mean GPU does in a step; what is recommended may be a simpler one that ties with the fastest."
     return View(plots=(time_bars(shown),), caption=caption, below=below, columns=lambda: step_columns(advice))
 
@@ -204,7 +204,7 @@ def alternatives(advice: StepAdvice) -> str:
     tied = [one for one in advice.candidates if any(one is other for other in advice.tied)]
     later = [one for one in advice.candidates or advice.nearest if not any(one is other for other in tied)]
     several, title = len(tied) > 1, "" if advice.candidates else "What comes nearest to fitting"
-    groups = [_group(advice, tied, "Cannot be told from the fastest, as far as predictions can tell" * several)]
+    groups = [_group(advice, tied, "Cannot be told from the fastest" * several)]
     groups = [one for one in (*groups, _group(advice, later, title or "Slower" * several)) if one.rows]
     found = f"{grouped_table(HEAD, groups, num_text=2)}<p class=muted>{escape(CAPTION)}</p>" if groups else ""
     if advice.refused:
@@ -250,14 +250,15 @@ def _stacked(
             "name": name,
             "y": labels,
             "x": [row[name] for row in parts],
-            "marker": {"color": colours[name], "line": {"color": "white", "width": 0.5}},
+            "marker": {"color": colours[name]},
             "hovertemplate": "%{y}: " + name + " %{x:.3g} " + unit + "<extra></extra>",
         }
         for name in parts[0]
         if any(row[name] for row in parts)
     ]
     axes = {"xaxis": titled(axis), "yaxis": {"autorange": "reversed", "automargin": True}}
-    return {"data": data, "layout": house(max(390, 190 + 42 * len(labels)), top=95) | axes | {"barmode": "stack"}}
+    lines = sum(label.count("<br>") + 2 for label in labels)
+    return {"data": data, "layout": house(170 + 16 * lines, top=95) | axes | {"barmode": "stack"}}
 
 
 def time_bars(shown: Sequence[StepCandidate]) -> Figure:
@@ -268,7 +269,7 @@ def time_bars(shown: Sequence[StepCandidate]) -> Figure:
 def memory_bars(shown: Sequence[StepCandidate]) -> Figure:
     """Memory of every candidate by kind, beside that of a GPU."""
     fullest = [one.step.fullest for one in shown]
-    return _of_kinds(_labels(shown), fullest, "memory of the fullest GPU [GB]", shown[0].step.gpu_bytes)
+    return _of_kinds(_labels(shown), fullest, "memory [GB]", shown[0].step.gpu_bytes)
 
 
 def stage_bars(best: StepCandidate) -> Figure:
@@ -276,12 +277,14 @@ def stage_bars(best: StepCandidate) -> Figure:
     stages = best.step.memory
     gpus = best.prediction.scenario.gpus
     labels = [step_timeline.stage_text(stage, len(stages), gpus) for stage in range(len(stages))]
-    return _of_kinds(labels, stages, "memory of a GPU [GB]", best.step.gpu_bytes)
+    return _of_kinds(labels, stages, "memory [GB]", best.step.gpu_bytes)
 
 
 def _labels(shown: Sequence[StepCandidate]) -> list[str]:
-    """In two lines, since screens may be narrow."""
-    return [f"{words(one.parallel)}<br>{escape(strategy_label(one.prediction.scenario))}" for one in shown]
+    """Degrees above, the strategy below."""
+    return [
+        "<br>".join(map(bar_label, (words(one.parallel), strategy_label(one.prediction.scenario)))) for one in shown
+    ]
 
 
 def _of_kinds(labels: Sequence[str], held: Sequence[StageMemory], axis: str, gpu_bytes: int) -> Figure:

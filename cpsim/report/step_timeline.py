@@ -14,6 +14,7 @@ from cpsim.report.figures import (
     CRITICAL,
     CRITICAL_COLOUR,
     FORWARD,
+    NARROWEST,
     OUTLINED,
     Figure,
     house,
@@ -37,7 +38,7 @@ STREAM_NAMES: Final = {
 COLOURS: Final = {
     "matrix product": "#009e73",
     "attention": "#0072b2",
-    "attention backward": "#332288",
+    "attention backward": "#6366f1",
     "memory-bound": "#56b4e9",
     "all gather": "#d55e00",
     "reduce scatter": "#e69f00",
@@ -46,6 +47,7 @@ COLOURS: Final = {
     "copy": "#999999",
 }
 """As in bars of a step's time; communication in warm colours."""
+_SCROLLED: Final = {"meta": {"min_width": NARROWEST}}
 Bar = dict[str, Any]
 """Row, begin and end, text, what it opens (-1: nothing), whether it is critical, how many it stands for."""
 
@@ -75,7 +77,7 @@ def pipeline(opened: Opened, gpus: int) -> Figure:
     data.append(_critical([*every, rest], 1.0))
     axes = {"xaxis": titled("time [s]", rangemode="tozero"), "yaxis": _rows(rows)}
     layout = house(170 + 30 * len(rows)) | axes | {"barmode": "overlay", "bargap": 0.15}
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": layout | _SCROLLED}
 
 
 def _pass_bars(passes: Passes, which: int, name: str, rows: Sequence[str], where: dict[int, int]) -> list[Bar]:
@@ -112,7 +114,7 @@ def layers(opened: Opened) -> Figure:
     axes = {"xaxis": titled("time [ms]", rangemode="tozero"), "yaxis": _rows(streams)}
     return {
         "data": data,
-        "layout": house(230 + 34 * len(streams), top=95) | axes | {"barmode": "overlay", "bargap": 0.15},
+        "layout": house(230 + 34 * len(streams), top=95) | axes | {"barmode": "overlay", "bargap": 0.15} | _SCROLLED,
     }
 
 
@@ -198,7 +200,7 @@ def _bars(name: str, bars: Sequence[Bar], colour: str, scale: float, unit: str) 
     """Bars of one kind; times times ``scale`` are in ``unit``."""
     outline = 0.4 if len(bars) < OUTLINED else 0.0
     return _placed(name, bars, scale) | {
-        "marker": {"color": colour, "line": {"color": "white", "width": outline}},
+        "marker": {"color": colour, "line": {"width": outline}},
         "customdata": [[escape(bar["text"]), bar["opens"]] for bar in bars],
         "hovertemplate": f"%{{customdata[0]}}<br>start %{{base:.4g}} {unit}, takes %{{x:.3g}} {unit}<extra></extra>",
     }

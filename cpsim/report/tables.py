@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cpsim.prediction.results import REFUSALS, Infeasible, Prediction, Refusal, refusal
+from cpsim.report.caveats import caveats
 from cpsim.report.fitted import Column, Fitted, table
 from cpsim.report.words import (
     case_text,
@@ -102,10 +103,11 @@ def refusals_view(entries: Sequence[tuple[Refusal | None, str, str]]) -> Rendera
 
 
 def notes_view(notes: Iterable[str]) -> list[RenderableType]:
-    """What a reader must know, line by line; nothing where there is nothing."""
-    lines = Table.grid(padding=(0, 1))
-    for note in notes:
-        lines.add_row("•", Text(note), style="yellow")
+    """What a reader must know, by what it changes; nothing where there is nothing."""
+    lines = Table.grid(padding=(0, 2))
+    for subject, some in caveats(notes).items():
+        for i, line in enumerate(some):
+            lines.add_row("" if i else Text(f"• {subject}", no_wrap=True), Text(line), style="yellow")
     return [Text("Know this before you rely on it", style="bold yellow"), lines] if lines.rows else []
 
 

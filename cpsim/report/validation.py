@@ -18,7 +18,7 @@ import numpy as np
 
 from cpsim.case.resolve import cluster_of, model_of
 from cpsim.prediction.step.frameworks import DEFAULT
-from cpsim.report.figures import PALETTE, Figure, house, titled
+from cpsim.report.figures import PALETTE, Figure, house, log_axis, titled
 from cpsim.report.words import percent_text, seconds_text, signed_percent
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ GPU_APART, CP_APART = 1.0, 1.0
 SYMBOLS: Final = ("circle", "square", "diamond", "cross", "x", "triangle-up", "triangle-down", "star", "hexagon")
 CAPTION: Final = (
     "Every run that was predicted and not fitted: attention, layers and steps on our machines, and steps that others "
-    "published. Hover says which; a click in the legend hides a group, a double click shows it alone."
+    "published. Hover says which; click a name to hide it, double-click to see it alone."
 )
 
 
@@ -107,8 +107,8 @@ def scatter() -> Figure:
         for i, group in enumerate(groups)
     ]
     axes = {
-        "xaxis": titled("measured time [s]", type="log", exponentformat="power"),
-        "yaxis": titled("predicted over measured, less 1 [%]", range=[-70, 70], zeroline=True),
+        "xaxis": log_axis("measured time [s]", [one.seconds for one in compared()]),
+        "yaxis": titled("error of the prediction [%]", range=[-70, 70], zeroline=True),
     }
     return {"data": data, "layout": house(560, top=110) | axes | {"shapes": _band(10), "hovermode": "closest"}}
 

@@ -20,6 +20,7 @@ from cpsim.report.measured import measured as measured_figure
 from cpsim.report.measured import measured_columns
 from cpsim.report.page import Group, figure, folded, grouped_table, table
 from cpsim.report.words import case_text, numbers_of, strategy_label
+from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
     from cpsim.report.frontier import Cell
 
 TITLES: Final = {
-    "ranking": "Why, and alternatives",
-    "map": "Where the best changes",
+    "ranking": "Why and alternatives",
+    "map": "Where it changes",
     "timeline": "Timeline",
     "memory": "Memory",
-    "mask": "Mask and shards",
-    "measured": "Predicted and measured",
+    "mask": "Mask",
+    "measured": "Real runs",
     "paste": "Text to paste",
-    "checked": "All that was checked",
+    "checked": "Checked",
 }
 """All views by name, in their order."""
 RANKING_HEAD: Final = (
@@ -103,7 +104,7 @@ def _alternatives(advice: Advice) -> str:
     tied = [one for one in advice.candidates if any(one is other for other in advice.tied)]
     later = [one for one in advice.candidates if not any(one is other for other in tied)]
     several = len(tied) > 1
-    groups = [_group(advice, tied, "Cannot be told from the fastest, as far as predictions can tell" * several)]
+    groups = [_group(advice, tied, "Cannot be told from the fastest" * several)]
     groups += [_group(advice, later, "Slower" * several)] if later else []
     return f"<p class=muted>{escape(RANKING_CAPTION)}</p>{grouped_table(RANKING_HEAD, groups, num_text=1)}"
 
@@ -145,12 +146,14 @@ def _op_columns(chosen: Candidate, ranks: Sequence[int]) -> dict[str, Column]:
 
 def memory_use(advice: Advice, chosen: Candidate) -> View:
     """Peaks of all strategies, and the buffers of one."""
+    limit = cluster_of(advice.scenario).gpu.memory_bytes
     caption = (
-        "Above: most bytes on one GPU, what kernels work with included, every strategy with its best settings. "
-        f"Below: the buffers of {strategy_label(chosen.scenario)} on its fullest GPU; all are there for the whole pass."
+        f"Above: most bytes on one GPU of {format_bytes(limit)}, what kernels work with included, every strategy with "
+        f"its best settings. Below: the buffers of {strategy_label(chosen.scenario)} on its fullest GPU; all are there "
+        "for the whole pass."
     )
     return View(
-        plots=(memory.peaks(advice, cluster_of(advice.scenario).gpu.memory_bytes), memory.buffers(chosen)),
+        plots=(memory.peaks(advice, limit), memory.buffers(chosen)),
         caption=caption,
         columns=lambda: memory.buffer_columns(chosen),
         chosen=chosen,

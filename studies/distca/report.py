@@ -73,7 +73,7 @@ def distca_html(rows: Sequence[Row], ablations: Ablations, lengths: str | None) 
     for (name, found), colour in zip(ablations.items(), PALETTE, strict=False):
         shares.add_bar(name=name, x=settings, y=[100 * (share - 1) for share in found], marker_color=colour)
     shares.update_yaxes(title="time over that as measured, %")
-    sections = [f"<h1>DistCA's 34B runs on 256 H200, simulated</h1><p class=lead>Mean errors: {errors}.</p>"]
+    sections = [f"<h1>DistCA's 34B runs on 256 H200, simulated</h1><p class='lead fact'>Mean errors: {errors}.</p>"]
     sections.append(figure(styled(times, 560), "runs", "Published and predicted times, means over iterations."))
     caption = (
         "Distca without exchanges, with exchanges after computation instead of in the other nano-batch's shadow "

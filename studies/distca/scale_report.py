@@ -135,7 +135,7 @@ def scale_record(
 def scale_html(runs: Sequence[Interim], ratios: Sequence[SpeedUp], listed: bool) -> str:
     """A page that opens offline: published and predicted times, and speed-ups on 64 to 512 GPUs."""
     errors = ", ".join(f"{name} {100 * error:.1f} %" for name, (error, _) in mean_errors(runs).items())
-    sections = [f"<h1>DistCA on 64 to 512 H200, simulated</h1><p class=lead>Mean errors: {errors}.</p>"]
+    sections = [f"<h1>DistCA on 64 to 512 H200, simulated</h1><p class='lead fact'>Mean errors: {errors}.</p>"]
     sections.append(figure(_times(runs), "interim", "Interim runs with pipelines: published and predicted times."))
     caption = "The fastest wlb over distca by GPUs; the band is what the paper states for all settings together."
     for (stages, data, model), stated in STATED.items():

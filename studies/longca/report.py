@@ -129,7 +129,7 @@ def study_html(study: Study) -> str:
     """A page that opens offline: a figure for every mask, tables, findings."""
     judged = findings(study)
     lead = f"{sum(f.holds for f in judged)} of {len(judged)} findings come out of the simulation."
-    sections = [f"<h1>LongCA-bench on 8 to 96 H100, simulated</h1><p class=lead>{lead}</p>"]
+    sections = [f"<h1>LongCA-bench on 8 to 96 H100, simulated</h1><p class='lead fact'>{lead}</p>"]
     sections.append(f"<p class=muted>{escape(LEGEND)}</p>")
     sections += [figure(throughput_lines(study, mask), f"mask-{mask}", f"{TITLES[mask]}.") for mask in MASKS]
     rows = [("yes" if f.holds else "no", f.claim, _found(f)) for f in judged]

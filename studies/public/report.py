@@ -11,8 +11,8 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cpsim.report.figures import PALETTE, house, titled
-from cpsim.report.page import figure, page
+from cpsim.report.figures import PALETTE, house, log_axis
+from cpsim.report.page import figure, folded, page, section
 from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
 from cpsim.report.words import signed_percent
@@ -154,22 +154,28 @@ def ledger_html(found: Ledger, notes: Sequence[str]) -> str:
     if times:
         share = every["all times"]
         lead += f": times {100 * share.mean:.1f} % off on average, {signed_percent(share.signed)} signed"
-    sections = [f"<h1>Published runs, predicted</h1><p class=lead>{escape(lead)}.</p>"]
+    sections = [f'<h1>Published runs, predicted</h1><p class="lead fact">{escape(lead)}.</p>']
     caption = "Time of a step or call; hover for the row. On the line, predicted and published agree."
     sections.append(figure(_scatter(times), "scatter", caption))
-    sections += ["<h2>What is not understood</h2>", *(f"<p>{escape(note)}</p>" for note in notes)]
-    sections += [f"<p>{escape(line)}</p>" for line in finding_lines(found.compared)]
     rows = [(name, *score_cells(one)) for name, one in every.items()]
-    sections.append("<h2>Errors</h2>" + html_table(("", *HEAD), rows, num_text=1))
+    sections.append(section("Errors", "errors", html_table(("what", *HEAD), rows, num_text=1)))
+    lines = (*notes, *finding_lines(found.compared))
+    sections.append(section("What is not understood", "open", "".join(f"<p>{escape(line)}</p>" for line in lines)))
+    parts = []
     for what, by in GROUPS.items():
         rows = [(name, *score_cells(one)) for name, one in scores(times, by).items()] if times else []
-        sections.append(f"<h2>Time by {escape(what)}</h2>" + html_table((what, *HEAD), rows, num_text=1))
+        parts.append(f"<h3>By {escape(what)}</h3>" + html_table((what, *HEAD), rows, num_text=1))
+    sections.append(section("Errors of times, by what ran", "groups", "".join(parts)))
     head = ("row", "what ran", "published", "predicted", "error", "in the interval")
     cells = [row_cells(one) for one in sorted(found.compared, key=lambda one: -abs(one.error))]
-    sections.append("<h2>All rows, worst first</h2>" + html_table(head, cells, num_text=2))
-    sections.append("<h2>Without a prediction</h2>")
-    sections += [f"<p class=muted>{escape(line)}</p>" for line in refused_lines(found)]
-    return page("cpsim: published runs, predicted", sections, with_plots=True)
+    rows_html = html_table(head, cells, num_text=2)
+    sections.append(section("All values", "rows", folded(f"All {len(cells)} values, worst first", rows_html)))
+    refused = "".join(f"<p class=muted>{escape(line)}</p>" for line in refused_lines(found))
+    sections.append(section("Without a prediction", "refused", refused))
+    links = {"Errors": "errors", "Not understood": "open", "By what ran": "groups", "All values": "rows"}
+    return page(
+        "cpsim: published runs, predicted", sections, with_plots=True, links=links | {"Not predicted": "refused"}
+    )
 
 
 def _scatter(some: Sequence[Compared]) -> Any:
@@ -202,5 +208,8 @@ def _scatter(some: Sequence[Compared]) -> Any:
                 "line": {"width": 1},
             }
         )
-    axes = {"xaxis": titled("published [s]", type="log"), "yaxis": titled("predicted [s]", type="log")}
+    axes = {
+        "xaxis": log_axis("published [s]", [one.published for one in some]),
+        "yaxis": log_axis("predicted [s]", [one.predicted for one in some]),
+    }
     return {"data": data, "layout": house(620) | axes}

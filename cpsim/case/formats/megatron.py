@@ -50,7 +50,7 @@ MAYBE: Final = "(within a condition)"
 """What stands in a branch of a script, which may not run."""
 VOCAB: Final = 128256
 """Words where nothing is said of them, since a tokenizer has them: Llama 3's."""
-WIDTH: Final = 76
+WIDTH: Final = 56
 """Cells of a line of arguments that are written."""
 _ALIASES: Final = {
     "encoder_seq_length": "seq_length",

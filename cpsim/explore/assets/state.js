@@ -46,9 +46,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
           place.innerHTML = place.shown = text;
         }
       }
-      for (const target of document.querySelectorAll(".dash-dropdown-focus-target")) {
-        target.tabIndex = -1; // beside the button that opens the list: once is enough for the Tab key
-      }
+      document.getElementById("progress").classList.toggle("whole", answered.pieces[0] >= answered.pieces[1]);
       compare();
       opened();
       if (answered.serial === serial && answered.pieces[0] < answered.pieces[1]) {
@@ -83,6 +81,14 @@ function toAddress(state, controls) {
   }
   return "?" + written.toString();
 }
+
+// The Tab key reaches lists by the button that opens them, which a reader of screens knows, and not by the hidden field
+// beside it, which it does not (explore.css hides it).
+new MutationObserver(() => {
+  for (const button of document.querySelectorAll("button.dash-dropdown")) {
+    button.tabIndex = 0;
+  }
+}).observe(document.documentElement, { childList: true, subtree: true });
 
 // Tables offer strategies that were left out, and link to other cases: neither loads the page again.
 document.addEventListener("click", (event) => {
@@ -128,6 +134,9 @@ function select(view, isStep) {
     tab.hidden = missing.includes(tab.dataset.view);
     tab.setAttribute("aria-selected", chosen);
     tab.tabIndex = chosen ? 0 : -1;
+    if (chosen) { // in a row of tabs that is wider than the screen
+      tab.parentElement.scrollLeft = tab.offsetLeft - tab.parentElement.offsetLeft - 40;
+    }
   }
 }
 

@@ -93,7 +93,9 @@ def _mtkahypar() -> Any:
     return mtkahypar, mtkahypar.initialize(1)
 
 
-def with_mtkahypar(level: Level, num_parts: int, weights: Weights, rng: np.random.Generator) -> Parts:
+def with_mtkahypar(
+    level: Level, num_parts: int, weights: Weights, rng: np.random.Generator, orders: int = ORDERS
+) -> Parts:
     """Mt-KaHyPar on one thread, by its preset that gives the same partition whenever it is called.
 
     Its seed changes nothing there, so vertices are tried in several orders, until parts keep to their limits. Blocks of
@@ -101,7 +103,7 @@ def with_mtkahypar(level: Level, num_parts: int, weights: Weights, rng: np.rando
     """
     nets, net_weights = edges_of(level)
     tried: list[Parts] = []
-    while len(tried) < ORDERS:
+    while len(tried) < orders:
         order = rng.permutation(len(weights.vertex))
         place = np.argsort(order)
         moved = [place[net].tolist() for net in nets], net_weights, weights.vertex[order].tolist()

@@ -69,22 +69,27 @@ def test_replicas_of_one_document_are_cut_alike_by_both_baselines():
 
 
 def test_wlb_adds_up_gradients_of_keys_one_document_at_a_time():
-    """Copies are those of one document, but for the kernels that many take."""
+    """Copies of many documents are those of one, but for the kernels of the sums."""
     (row,) = (row for row in rows_of(LONGEST, 4, "wlb") if row.cp == 8)
     step, count = step_model(row), 256
-    documents = np.full(count, LONGEST // count)
-    each = {}
-    for system in ("wlb", "per_sequence"):
-        parts = gathered_attention(step, head_tail(documents, 8), system).parts
-        each[system] = [pass_[COPIES] for pass_ in parts]
-    keys, alone = token_bytes(step).kv * LONGEST, float(step.costs.swept("copy", 0))
-    seen = keys * (1 + 1 / 16)  # both chunks of a rank: r + 1 and 16 - r sixteenths of every document
-    queries = token_bytes(step).q * LONGEST // 8
-    wanted = [
-        step.costs.swept("copy", nbytes) for nbytes in (3 * keys + 2 * seen + 2 * queries, keys + 4 * (seen + queries))
-    ]
-    assert each["wlb"] == pytest.approx([wanted[0], wanted[1] + 2 * 2 * count * alone])
-    assert each["per_sequence"][1] - wanted[1] == pytest.approx(float(step.costs.swept("copy", 2 * keys)) - alone)
+    tasks = head_tail(np.full(count, LONGEST // count), 8)
+    each = {
+        system: [parts[COPIES] for parts in gathered_attention(step, tasks, system).parts]
+        for system in ("wlb", "per_sequence")
+    }
+    keys, queries = token_bytes(step).kv * LONGEST, token_bytes(step).q * LONGEST // 8
+    seen = keys * 17 // 16  # both chunks of a rank: r + 1 and 16 - r sixteenths of every document
+
+    def seconds(nbytes):
+        return float(step.costs.swept("copy", nbytes))
+
+    sums = 2 * 2 * count * seconds(0)  # both chunks, keys and values
+    assert each["wlb"] == pytest.approx(
+        [seconds(3 * keys + 2 * seen + 2 * queries), seconds(keys + 4 * (seen + queries)) + sums]
+    )
+    assert each["per_sequence"] == pytest.approx(
+        [seconds(2 * keys + 2 * queries), seconds(3 * keys + 4 * (seen + queries))]
+    )
 
 
 def test_copies_around_exchanges_by_hand():

@@ -323,7 +323,7 @@ def _served_layer(step: StepModel, ops: Ops, nano_batches: Sequence[Ints], choic
     servers, sizes = step.parallel.dp * step.parallel.pp, token_bytes(step)
     plans = [released(documents, servers, sizes, choice.tolerance) for documents in nano_batches]
     sent = [dispatch(plan, servers, sizes) for plan in plans]
-    home, served = np.moveaxis([costs.swept("copy", copied_bytes(one)) for one in sent], 0, -2)
+    home, served = np.moveaxis(np.array([costs.swept("copy", copied_bytes(one)) for one in sent]), 0, -2)
     slowest = np.array([[[attention.slowest[pass_]]] for pass_ in PASSES])
     attends = np.stack([_placed(p, servers).seconds(attention.profile, KERNEL, model, TP) for p in plans], axis=1)
     busiest = (attends * slowest + served).max(axis=-1)

@@ -291,12 +291,8 @@ def _outcome(
     if most > step.cluster.gpu.memory_bytes:
         raise OutOfMemoryError("distca: out of memory")
     cuts = _cut(np.concatenate(nano_batches), 2 * parallel.microbatches)
-    return (
-        pooled_seconds(step, list(zip(cuts[::2], cuts[1::2], strict=True)), Choice(tolerance=TOLERANCE)),
-        0.0,
-        0.0,
-        0.0,
-    )
+    choice = Choice(tolerance=TOLERANCE) if parallel.pp > 1 else Choice()
+    return pooled_seconds(step, list(zip(cuts[::2], cuts[1::2], strict=True)), choice), 0.0, 0.0, 0.0
 
 
 def _idle_s(step: Step) -> float:

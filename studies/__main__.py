@@ -108,7 +108,7 @@ def dcp(
     variant: Annotated[str | None, typer.Option(help="DCP's planner: released (measured) or paper.")] = None,
     solver: Annotated[str | None, typer.Option(help="mtkahypar, which comes with cpsim, or kahypar.")] = None,
     batches: Annotated[
-        int | None, typer.Option(min=1, help="Of every bar: 10 where not given; the benchmark has 50.")
+        int | None, typer.Option(min=1, help="Of every bar: 5 where not given; the benchmark has 50.")
     ] = None,
     sensitivity: Annotated[
         bool,

@@ -58,9 +58,16 @@ def test_gathering_comes_on_top_of_the_slowest_rank():
     assert found.area == placed.area()
 
 
-def passes(exchange_s, recompute="none"):
+def test_copies_come_on_top_of_kernels():
+    placed, talks, copies = head_tail(4), np.zeros(2), np.array([3e-3, 4e-3])
+    plain, copied = (gathered(placed, H200, "fa2", MODEL, TP, (NETWORK, talks), SLOWEST, c) for c in (None, copies))
+    more = [sum(b.values()) - sum(a.values()) for a, b in zip(plain.parts, copied.parts, strict=True)]
+    assert more == pytest.approx(copies.tolist())
+
+
+def passes(exchange_s, recompute="none", packs=None):
     attends = np.array([[1.0, 2.0], [3.0, 4.0]])
-    return ping_pong(OPS, COSTS, recompute, attends, np.full((2, 4), exchange_s), NETWORK)
+    return ping_pong(OPS, COSTS, recompute, attends, np.full((2, 4), exchange_s), NETWORK, packs)
 
 
 def layer(ops):
@@ -91,6 +98,16 @@ def test_the_mlp_runs_again_before_the_backward_pass():
     (forward, backward), (same, longer) = passes(0.0), passes(0.0, "mlp")
     assert same.sum() == pytest.approx(forward.sum())
     assert longer.sum() - backward.sum() == pytest.approx(2 * layer(OPS.again("mlp")))
+
+
+def test_a_rank_packs_beside_its_own_layer():
+    """Packing takes time of its own, and exchanges beside that layer hide behind it."""
+    packs = np.array([[10.0, 20.0], [30.0, 40.0]])
+    for (plain, packed), more in zip(zip(passes(0.0), passes(0.0, packs=packs), strict=True), (30, 70), strict=True):
+        assert packed.sum() - plain.sum() == pytest.approx(more)
+    forward, backward = passes(20.0, packs=packs)
+    assert forward.sum() == pytest.approx(20.0 + (20.0 + layer(OPS.forward())) + 20.0 + 20.0)
+    assert backward.sum() == pytest.approx(20.0 + 20.0 + 70.0 + 2 * layer(OPS.backward()))
 
 
 def test_calls_are_priced_alike_together_and_alone():

@@ -10,6 +10,10 @@ from targets import check
 from typer.testing import CliRunner
 
 from cpsim.errors import ScenarioError
+from cpsim.prediction.step.hosts import layer_seconds
+from cpsim.prediction.step.placed import COPIES
+from cpsim.strategies.distca.packing import head_tail, per_sequence
+from cpsim.strategies.distca.tasks import TokenBytes, dispatch, make_tasks
 from studies.__main__ import app
 from studies.distca import reproduce as distca
 from studies.distca import scale as distca_scale
@@ -20,14 +24,17 @@ from studies.distca.reproduce import (
     Choice,
     ablations,
     baseline_seconds,
+    copied_bytes,
     cut_model,
     distca_seconds,
+    gathered_attention,
     mean_errors,
     pooled_seconds,
     published,
     read_lengths,
     reproduce,
     step_model,
+    token_bytes,
 )
 
 LONGEST = 512 * 1024
@@ -52,9 +59,60 @@ def test_distca_and_the_best_wlb_are_within_the_bars_at_256k():
 
 
 def test_replicas_of_one_document_are_cut_alike_by_both_baselines():
-    rows = [row for row in rows_of(LONGEST, 4, "wlb", "per_sequence") if row.cp == 8]
-    wlb, per_sequence = reproduce(rows, np.full(100, LONGEST), iterations=1, jobs=1)
-    assert wlb.predicted_s == per_sequence.predicted_s
+    rows = {row.system: row for row in rows_of(LONGEST, 4, "wlb", "per_sequence") if row.cp == 8}
+    wlb, other = (place(np.array([LONGEST]), 8) for place in (head_tail, per_sequence))
+    for name in ("home", "server", "document", "first", "tokens"):
+        np.testing.assert_array_equal(getattr(wlb, name), getattr(other, name))
+    one, two = (gathered_attention(step_model(rows[name]), wlb, name) for name in ("wlb", "per_sequence"))
+    for a, b in zip(one.parts, two.parts, strict=True):
+        assert {**a, COPIES: 0} == {**b, COPIES: 0}
+
+
+def test_wlb_adds_up_gradients_of_keys_one_document_at_a_time():
+    """Copies of many documents are those of one, but for the kernels of the sums."""
+    (row,) = (row for row in rows_of(LONGEST, 4, "wlb") if row.cp == 8)
+    step, count = step_model(row), 256
+    tasks = head_tail(np.full(count, LONGEST // count), 8)
+    each = {
+        system: [parts[COPIES] for parts in gathered_attention(step, tasks, system).parts]
+        for system in ("wlb", "per_sequence")
+    }
+    keys, queries = token_bytes(step).kv * LONGEST, token_bytes(step).q * LONGEST // 8
+    seen = keys * 17 // 16  # both chunks of a rank: r + 1 and 16 - r sixteenths of every document
+
+    def seconds(nbytes):
+        return float(step.costs.swept("copy", nbytes))
+
+    sums = 2 * 2 * count * seconds(0)  # both chunks, keys and values
+    assert each["wlb"] == pytest.approx(
+        [seconds(3 * keys + 2 * seen + 2 * queries), seconds(keys + 4 * (seen + queries)) + sums]
+    )
+    assert each["per_sequence"] == pytest.approx(
+        [seconds(2 * keys + 2 * queries), seconds(3 * keys + 4 * (seen + queries))]
+    )
+
+
+def test_copies_around_exchanges_by_hand():
+    """Two servers, a document of 4 tokens on the first, whose second half the second one computes."""
+    tasks = make_tasks(*(np.array(row) for row in ([0, 0], [0, 1], [0, 0], [0, 2], [2, 2])))
+    sizes = TokenBytes(q=64, kv=32, lse=16)
+    home, served = copied_bytes(dispatch(tasks, 2, sizes))
+    qkv, out = [2 * 64 + 2 * 32, 2 * 64 + 4 * 32], [2 * 80, 2 * 80]
+    bundle = [2 * (3 * 64 + 16) + 2 * 32, 2 * (3 * 64 + 16) + 4 * 32]
+    forward = [2 * sum(qkv) + 2 * sum(out), 0]
+    assert home[0].tolist() == forward
+    assert home[1].tolist() == [2 * sum(bundle) + 6 * sum(out) + 2 * sum(qkv), 0]
+    assert served[0].tolist() == [2 * a + 4 * b for a, b in zip(qkv, out, strict=True)]
+    assert served[1].tolist() == [2 * a + 6 * b + 2 * c for a, b, c in zip(bundle, out, qkv, strict=True)]
+
+
+def test_no_pass_of_servers_ends_before_its_host():
+    """Nano-batches of few tokens take a host as long as those of many."""
+    (row,) = rows_of(256 * 1024, 8, "distca")
+    step = step_model(row)
+    forward, backward = layer_seconds(step.costs.profile.host, "megatron eager", step.parallel)
+    tiny = [np.full(32, 64), np.full(32, 64)]
+    assert distca_seconds(step, tiny, Choice()) > step.model.layers * 2 * (forward + backward)
 
 
 def test_servers_balance_what_one_long_document_unbalances():

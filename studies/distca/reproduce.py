@@ -9,14 +9,14 @@ The original list of document lengths is not shipped: another one with the publi
 single iterations differ from the measured ones, and only means can be compared. ``read_lengths`` reads the original.
 
 Reference: DistCA (arXiv 2510.18121), sections 4 and 6; hao-ai-lab/DistCA at 2afd219, records of experiments.
-Differs: packing and unpacking around exchanges, the host and the allocator cost nothing; memory of ``distca`` is not
-checked, though no exchange needs more than DistCA's buffers of 2 GB (1.3 GB at most); documents are not padded to
+Differs: hosts take no longer than for layers of Megatron-Core, and the allocator takes nothing; memory of ``distca`` is
+not checked, though no exchange needs more than DistCA's buffers of 2 GB (1.3 GB at most); documents are not padded to
 lengths that kernels like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from cpsim.errors import CpsimError, ScenarioError
 from cpsim.masks.slices import Ints
 from cpsim.models.profile import load_profile
 from cpsim.prediction.step.attention import PASSES, Attended
+from cpsim.prediction.step.hosts import layer_seconds
 from cpsim.prediction.step.layer import BF16, FP32, Ops
 from cpsim.prediction.step.placed import Placed, gathered, ping_pong
 from cpsim.prediction.step.step import Step, StepModel
@@ -42,7 +43,7 @@ from cpsim.schedule.schedule import Kind
 from cpsim.strategies.distca.batches import Packed, iteration, sample
 from cpsim.strategies.distca.greedy import released
 from cpsim.strategies.distca.packing import BREAKPOINTS, head_tail, per_sequence, wlb_limit, wlb_pack
-from cpsim.strategies.distca.tasks import Tasks, TokenBytes, dispatch
+from cpsim.strategies.distca.tasks import Dispatch, Tasks, TokenBytes, dispatch
 from cpsim.units import MS_PER_S
 from studies import published_lines
 
@@ -50,6 +51,7 @@ FOLDER = Path(__file__).parent
 
 Floats = NDArray[np.float64]
 System = Literal["distca", "wlb", "per_sequence"]
+Baseline = Literal["wlb", "per_sequence"]
 
 CLUSTER: Final = "dgx-h200"
 GPUS: Final = 256
@@ -60,6 +62,15 @@ DATASET: Final = "prolong"
 ITERATIONS: Final = 30
 TOLERANCE: Final = 0.05
 """Of the scheduler: the default of its code."""
+COPIED: Final[Mapping[Baseline, NDArray[np.int64]]] = {
+    "wlb": np.array([[3, 2, 2], [1, 4, 4]]),
+    "per_sequence": np.array([[2, 0, 2], [3, 4, 4]]),
+}
+"""How often each system reads or writes, around its kernels forward and backward, keys and values of the group, those
+that its own queries see, and its queries (baseline/wlbllm_original/wlbllm/per_doc_cp_attn.py and per_seq_cp_attn.py).
+``wlb`` copies what it gathers out of one buffer and fills another with random numbers, as its shuffle is off, copies
+the keys of every document, and adds up their gradients one document at a time; ``per_sequence`` puts keys in order and
+their gradients back. Both clear gradients, and join two chunks of queries."""
 RATIO: Final = "best wlb / distca"
 BARS: Final = {"distca": 0.08, "wlb": 0.08, RATIO: 0.04}
 """Mean errors that predictions are to stay within."""
@@ -199,14 +210,33 @@ def cut_model(
     return case.model(case.parallel(), strategy, {})
 
 
-def gathered_attention(step: StepModel, tasks: Tasks) -> Attended:
+def gathered_attention(step: StepModel, tasks: Tasks, system: Baseline) -> Attended:
     """Attention of a layer of one replica, which gathers K, then V, and scatters their gradients likewise."""
     attention, cp = step.attention, step.parallel.cp
     placed = _placed(tasks, cp)
     nbytes = BF16 * int(tasks.tokens.sum()) * step.model.kv_heads // TP * step.model.head_dim
     talks = [step.collective(attention.cluster, kind, nbytes) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)]
     exchange = talks[0][0], np.array([2 * seconds for _, seconds in talks])
-    return gathered(placed, attention.profile, attention.kernel, step.model, TP, exchange, attention.slowest)
+    copies = _copies_s(step, tasks, system)
+    return gathered(placed, attention.profile, attention.kernel, step.model, TP, exchange, attention.slowest, copies)
+
+
+def _copies_s(step: StepModel, tasks: Tasks, system: Baseline) -> Floats:
+    """Seconds of copies around the kernels of a layer, forward and backward, ``[2]``; see ``COPIED``."""
+    sizes, of_task = token_bytes(step), int(tasks.server.max()) + 1
+    seen = int(np.bincount(tasks.server, tasks.kv).max())
+    sums = 2 * len(tasks) // of_task if system == "wlb" else 0  # of gradients of keys and of values, each a kernel
+    group = int(tasks.tokens.sum())
+    each = np.array([group * sizes.kv, seen * sizes.kv, group // of_task * sizes.q])
+    small = float(step.costs.swept("copy", 0)) * np.array([0, sums])
+    return step.costs.swept("copy", COPIED[system] @ each) + small
+
+
+def token_bytes(step: StepModel) -> TokenBytes:
+    """Of what attention of a token needs, on one rank."""
+    head = BF16 * step.model.head_dim
+    heads, kv_heads = step.model.heads // TP, step.model.kv_heads // TP
+    return TokenBytes(q=head * heads, kv=2 * head * kv_heads, lse=FP32 * heads)
 
 
 def baseline_seconds(step: StepModel, system: System, nano_batches: Sequence[Ints]) -> float:
@@ -221,7 +251,7 @@ def baseline_seconds(step: StepModel, system: System, nano_batches: Sequence[Int
     if system == "wlb":
         return wlb_step(step, documents, BREAKPOINTS["34b"]).time_s
     group = (np.cumsum(documents) - 1) * dp // int(documents.sum())
-    return _gathered_step(step, documents, group, per_sequence).time_s
+    return _gathered_step(step, documents, group, "per_sequence").time_s
 
 
 def wlb_step(step: StepModel, documents: Ints, breakpoint_: int) -> Step:
@@ -235,15 +265,15 @@ def wlb_step(step: StepModel, documents: Ints, breakpoint_: int) -> Step:
     """
     dp, microbatches = step.parallel.dp, step.parallel.microbatches
     limit = wlb_limit(int(documents.sum()) // microbatches // 2, 1, dp, microbatches)
-    return _gathered_step(step, documents, wlb_pack(documents, dp * microbatches, limit, breakpoint_), head_tail)
+    return _gathered_step(step, documents, wlb_pack(documents, dp * microbatches, limit, breakpoint_), "wlb")
 
 
-def _gathered_step(step: StepModel, documents: Ints, group: Ints, place: Callable[[Ints, int], Tasks]) -> Step:
+def _gathered_step(step: StepModel, documents: Ints, group: Ints, system: Baseline) -> Step:
     """An iteration whose documents are in groups: replica by replica of a microbatch, microbatch by microbatch."""
-    parallel = step.parallel
+    parallel, place = step.parallel, {"wlb": head_tail, "per_sequence": per_sequence}[system]
     parts = [documents[group == i] for i in range(parallel.dp * parallel.microbatches)]
     batch = [parts[replica :: parallel.dp] for replica in range(parallel.dp)]
-    attended = [[gathered_attention(step, place(part, parallel.cp)) for part in replica] for replica in batch]
+    attended = [[gathered_attention(step, place(part, parallel.cp), system) for part in replica] for replica in batch]
     return step.simulate([[tuple(part.tolist()) for part in replica] for replica in batch], attended)
 
 
@@ -286,23 +316,39 @@ def pooled_seconds(step: StepModel, microbatches: Sequence[Sequence[Ints]], choi
 def _served_layer(step: StepModel, ops: Ops, nano_batches: Sequence[Ints], choice: Choice) -> float:
     """Seconds of a layer, forward and backward, whose attention all servers share.
 
-    An exchange takes as long as the busiest server's NIC sends or receives, as the cluster has it.
+    An exchange takes as long as the busiest server's NIC sends or receives, as the cluster has it. No pass is over
+    before its host has launched the layers of both nano-batches.
     """
-    model, attention = step.model, step.attention
-    servers = step.parallel.dp * step.parallel.pp
-    head = BF16 * model.head_dim
-    sizes = TokenBytes(q=head * model.heads // TP, kv=2 * head * model.kv_heads // TP, lse=FP32 * model.heads // TP)
+    model, attention, costs = step.model, step.attention, step.costs
+    servers, sizes = step.parallel.dp * step.parallel.pp, token_bytes(step)
     plans = [released(documents, servers, sizes, choice.tolerance) for documents in nano_batches]
-    busiest = [_placed(p, servers).seconds(attention.profile, KERNEL, model, TP).max(axis=1) for p in plans]
-    attends = np.stack(busiest, axis=1) * np.array([[attention.slowest[pass_]] for pass_ in PASSES])
+    sent = [dispatch(plan, servers, sizes) for plan in plans]
+    home, served = np.moveaxis(np.array([costs.swept("copy", copied_bytes(one)) for one in sent]), 0, -2)
+    slowest = np.array([[[attention.slowest[pass_]]] for pass_ in PASSES])
+    attends = np.stack([_placed(p, servers).seconds(attention.profile, KERNEL, model, TP) for p in plans], axis=1)
+    busiest = (attends * slowest + served).max(axis=-1)
     fabric = step.parallel.group(step.cluster, servers).fabric
     assert fabric is not None
-    rate = fabric.uplink_bandwidth_bytes_per_s
-    exchanges = fabric.latency_s + np.stack([dispatch(plan, servers, sizes).busiest() for plan in plans]) / rate
+    exchanges = fabric.latency_s + np.stack([one.busiest() for one in sent]) / fabric.uplink_bandwidth_bytes_per_s
     beside = exchanges if choice.streams == 2 else np.zeros_like(exchanges)
-    layer = ping_pong(ops, step.costs, step.parallel.recompute, attends, beside, "collective between nodes")
+    where, packs = "collective between nodes", home.max(axis=-1)
+    layer = ping_pong(ops, costs, step.parallel.recompute, busiest, beside, where, packs)
+    hosts = layer_seconds(costs.profile.host, f"{step.framework.host} eager", step.parallel) or (0.0, 0.0)
     after = float(exchanges.sum()) if choice.streams == 1 else 0.0
-    return float(np.sum(layer)) + after
+    return after + sum(max(float(pass_.sum()), len(plans) * host) for pass_, host in zip(layer, hosts, strict=True))
+
+
+def copied_bytes(sent: Dispatch) -> Floats:
+    """Bytes that ranks read and write around the exchanges of a nano-batch, at home and as servers, forward and
+    backward: ``[2, 2, n]``.
+
+    Whatever is exchanged is packed and unpacked, also what a rank keeps. Servers join O and log-sum-exp first; homes
+    join dO, O, log-sum-exp and Q, which servers part again (d2/runtime/attn_kernels/dispatch.py at 031ba42).
+    """
+    answered = sent.out.T
+    out = [2 * sent.qkv + 2 * answered, 2 * sent.bundle + 6 * answered + 2 * sent.grads.T]
+    back = [2 * sent.qkv + 4 * answered, 2 * sent.bundle + 6 * answered + 2 * sent.grads.T]
+    return np.array([[m.sum(axis=1) for m in out], [m.sum(axis=0) for m in back]], np.float64)
 
 
 def _placed(tasks: Tasks, ranks: int) -> Placed:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from cpsim.errors import NotMeasuredError
 from cpsim.models.cost_models import GROUPS
@@ -21,6 +22,7 @@ from cpsim.prediction.step.layer import Collective, Copy, ElementwisePass, Gemm,
 if TYPE_CHECKING:
     from cpsim.models.profile import LayerCosts, Profile
 
+Floats = NDArray[np.float64]
 Parts = Mapping[str, float]
 """Seconds by cost model: a key of PARTS."""
 PARTS: Final = GROUPS
@@ -87,16 +89,17 @@ class Costs:
             case Gemm():
                 return self._product(op)
             case ElementwisePass():
-                return {"elementwise of layers": self._sweep(op)}
+                return {"elementwise of layers": op.times * float(self.swept(op.kind, op.nbytes))}
             case Collective():
                 return {"collective": self._collective(op)}
             case Copy():
                 return {"transfer": self._copy(op)}
 
-    def _sweep(self, op: ElementwisePass) -> float:
+    def swept(self, kind: str, nbytes: ArrayLike) -> Floats:
+        """Seconds of memory-bound ops that read and write so many bytes each."""
         ops, others = self.layers.ops, self.profile.elementwise
-        kind = op.kind if op.kind in (*ops.latency_s, *others.latency_s) else INSTEAD.get(op.kind, op.kind)
-        return op.times * float(elementwise_seconds(ops if kind in ops.latency_s else others, kind, op.nbytes))
+        name = kind if kind in (*ops.latency_s, *others.latency_s) else INSTEAD.get(kind, kind)
+        return elementwise_seconds(ops if name in ops.latency_s else others, name, nbytes)
 
     def _collective(self, op: Collective) -> float:
         return float(collective_seconds(self.profile.collective, op.kind, op.nbytes, self.tp))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+COPIES: Final = "elementwise of layers"
+"""Cost model of copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,7 @@ def gathered(
     tp: int,
     exchange: tuple[str, Floats],
     slowest: Mapping[str, float],
+    copies: Floats | None = None,
 ) -> Attended:
     """Attention of a group that gathers keys and values first, and sums their gradients and scatters them afterwards,
     nothing beside it. Gathered keys and values are kept for the backward pass.
@@ -68,12 +72,15 @@ def gathered(
         model, tp: heads of both kinds are divided by `tp`.
         exchange: cost model and seconds ``[2]`` of gathering, and of scattering, keys and values.
         slowest: by pass, time of the slowest GPU over that of the mean one.
+        copies: seconds ``[2]`` in which tensors are copied around kernels; None: in none.
     """
     where, talks = exchange
     seconds = placed.seconds(profile, kernel, model, tp).max(axis=1)
     forward, backward = (
-        {f"attention {pass_}": float(attends) * slowest[pass_], where: float(talk)}
-        for pass_, attends, talk in zip(PASSES, seconds, talks, strict=True)
+        {f"attention {pass_}": float(attends) * slowest[pass_], where: float(talk), COPIES: float(copy)}
+        for pass_, attends, talk, copy in zip(
+            PASSES, seconds, talks, np.zeros(2) if copies is None else copies, strict=True
+        )
     )
     tokens = int(placed.q_len.sum())
     kv = 2 * BF16 * tokens * model.kv_heads // tp * model.head_dim
@@ -82,7 +89,13 @@ def gathered(
 
 
 def ping_pong(
-    ops: Ops, costs: Costs, recompute: str, attends: Floats, exchanges: Floats, where: str
+    ops: Ops,
+    costs: Costs,
+    recompute: str,
+    attends: Floats,
+    exchanges: Floats,
+    where: str,
+    packs: Floats | None = None,
 ) -> tuple[Floats, Floats]:
     """Seconds of a layer of two nano-batches whose attention is served, forward and backward, by cost model.
 
@@ -98,18 +111,26 @@ def ping_pong(
         exchanges: seconds, ``[2, 4]``, of every nano-batch: qkv (Q, K and V to servers), out (O and log-sum-exp home),
             and backward bundle (dO, O, log-sum-exp, Q, K and V to servers) and grads (dQ, dK and dV home).
         where: cost model of exchanges.
+        packs: seconds, ``[2, 2]`` as of `attends`, in which a rank packs and unpacks what it exchanges, beside its
+            layer; None: in none.
 
     Returns:
         ``[len(PARTS)]`` each.
     """
-    layer = [_parts(costs, ops.forward()), _parts(costs, ops.again(recompute) + ops.backward())]
+    computed = [_parts(costs, ops.forward()), _parts(costs, ops.again(recompute) + ops.backward())]
+    copies = np.zeros((2, 2)) if packs is None else packs
+    layer = [
+        [own + stacked([{COPIES: float(seconds)}])[0] for seconds in of_pass]
+        for own, of_pass in zip(computed, copies, strict=True)
+    ]
     attention = [
         [stacked([{f"attention {pass_}": float(s)}])[0] for s in of_pass]
         for pass_, of_pass in zip(PASSES, attends, strict=True)
     ]
     qkv, out, bundle, grads = exchanges.T
-    forward = [(layer[0], out[1]), (layer[0], qkv[0]), (attention[0][0], qkv[1]), (attention[0][1], out[0])]
-    backward = [(attention[1][1], bundle[0]), (attention[1][0], grads[1]), (layer[1], grads[0]), (layer[1], bundle[1])]
+    forward = [(layer[0][0], out[1]), (layer[0][1], qkv[0]), (attention[0][0], qkv[1]), (attention[0][1], out[0])]
+    backward = [(attention[1][1], bundle[0]), (attention[1][0], grads[1])]
+    backward += [(layer[1][1], grads[0]), (layer[1][0], bundle[1])]
     return _ticks(forward, where), _ticks(backward, where)
 
 

@@ -20,9 +20,9 @@ from cpsim.strategies.dcp.timing import Rates
 MOST_COMPUTATIONS: Final = 400_000
 """Computation blocks of one case: planning takes 20 us for each."""
 PLANNING_S: Final = {
-    "cpsim": (2.2e-3, 0.38, 0.74),
-    "paper": (4.1e-4, 0.63, 0.62),
-    "released": (3.3e-4, 0.65, 0.62),
+    "cpsim": (2.0e-3, 0.40, 0.75),
+    "paper": (4.4e-4, 0.61, 0.70),
+    "released": (3.0e-4, 0.68, 0.57),
 }
 """Of every variant: seconds, and the powers of computation blocks and ranks, as ``python -m studies.dcp.planning`` fits
 them."""
@@ -85,7 +85,8 @@ def estimated_s(computations: int, num_ranks: int, variant: str) -> float:
     """Seconds that planning takes on one core of a present server, see ``studies/dcp/planning.csv``.
 
     An estimate, within a factor of 1.5 for two of three cases: a clock would make every prediction depend on what else
-    the machine does.
+    the machine does. Of blocks with equally many tokens: where they differ, variants that partition a hypergraph try
+    up to eight orders of it, see ``cpsim.strategies.dcp.solvers.ORDERS``.
 
     Args:
         computations: computation blocks.

@@ -1,6 +1,14 @@
 """What several files of tests take."""
 
+import gc
+
 import pytest
+
+
+def pytest_collection_finish():
+    """Modules and tests stay: collections of garbage, here and in forks, need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ One process plans every case, lays out its memory and computes it densely; its f
 strategy with some masks and every mask with some strategies; with "all", every strategy with every mask.
 """
 
+import importlib
 import sys
 from dataclasses import replace
 
@@ -101,6 +102,8 @@ def rank_main(node, _, cases):
 def main(num_ranks, every):
     torch.set_num_threads(1)
     cases = list(planned(num_ranks, every))
+    if any(kernel == "flex" for _, kernel, *_ in cases):
+        importlib.import_module("torch._dynamo")  # once for all ranks
     fork_ranks(rank_main, num_ranks, cases)
     print(len({name for name, *_ in cases}))
 

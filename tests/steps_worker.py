@@ -1,5 +1,6 @@
 """What tests/test_real_steps_cpu.py runs: steps of tiny models on forked ranks, cut in every way, in float32."""
 
+import importlib
 import itertools
 import json
 import sys
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from cpsim.case.load import scenario_from
 from cpsim.real.run.node import end_process
-from cpsim.real.steps import make
+from cpsim.real.steps import MODULES, make
 
 
 def whole(x):
@@ -63,6 +64,8 @@ def main(path, folder):
     uncut = [
         {**line, "gpus": 1, "strategy": "none", "parallel": {"sharding": "none"}, "compile": False} for line in lines
     ]
+    for module in {f"cpsim.real.steps.{MODULES[line['framework']]}" for line in lines} | {"torch._dynamo"}:
+        importlib.import_module(module)  # once for all ranks
     firsts = {line["framework"]: scenario_from(line) for line in uncut}
     fork_ranks(plain, 1, (f"{folder}/wanted.pt", list(firsts.values())))
     wanted = torch.load(f"{folder}/wanted.pt")

@@ -10,6 +10,7 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from cpsim.case.lengths import bins, read_lengths, sample, waste
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.case.resolve import parallel_of
 from cpsim.errors import ScenarioError
+from cpsim.prediction import step_advice
+from cpsim.prediction.question import Options, ask
 from cpsim.report.fitted import Column, Fitted, table
 
 FORMATS = Path(__file__).parent / "formats"
@@ -34,8 +37,23 @@ def asked(*words: object) -> dict:
 
 
 @pytest.fixture(scope="module")
-def megatron():
-    return asked(*LLAMA, "--framework", "megatron", "--price", "2.5")
+def advised():
+    """Stands for ``advise_step`` where the same is asked again, only to be shown otherwise."""
+    options = Options(model="llama3-8b", gpus=64, cluster="dgx-h100", context="128k", framework="megatron")
+    scenario = ask(options).scenario
+    advice = step_advice.advise_step(scenario)
+
+    def advise_step(again, _progress):
+        assert again == scenario
+        return advice
+
+    return advise_step
+
+
+@pytest.fixture(scope="module")
+def megatron(advised):
+    with mock.patch.object(step_advice, "advise_step", advised):
+        return asked(*LLAMA, "--framework", "megatron", "--price", "2.5")
 
 
 def test_llama_of_128k_under_megatron(megatron, tmp_path):
@@ -147,8 +165,9 @@ def test_a_file_of_a_framework_stands_beside_its_best_cut(tmp_path):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_strategy_is_cut(width, monkeypatch, megatron):
+def test_no_strategy_is_cut(width, monkeypatch, megatron, advised):
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(step_advice, "advise_step", advised)
     text = cpsim("advise", *LLAMA, "--framework", "megatron")
     assert "…" not in text
     assert all(len(line.rstrip()) <= width for line in text.splitlines())

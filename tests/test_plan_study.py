@@ -76,10 +76,15 @@ def small():
     return setting.prices(), batch(setting, 8, "prolong64k", 2)
 
 
-def test_every_planner_places_every_document_once_where_memory_holds_it(small):
-    prices, lengths = small
-    for name, make in timetables(prices, lengths).items():
-        table = make()
+@pytest.fixture(scope="module")
+def tables(small):
+    """What every planner makes of that batch."""
+    return {name: make() for name, make in timetables(*small).items()}
+
+
+def test_every_planner_places_every_document_once_where_memory_holds_it(small, tables):
+    _, lengths = small
+    for name, table in tables.items():
         assert table.documents() == list(range(len(lengths))), name
         for turn in (turn for turns in table.rounds for turn in turns):
             assert 0 <= turn.first_rank <= turn.first_rank + turn.size <= 8
@@ -99,11 +104,10 @@ def test_a_plan_in_one_round_takes_what_its_busiest_rank_does(small):
     assert table.time_s([priced(prices, lengths, table.rounds[0])]) == pytest.approx(plan.time_s)
 
 
-def test_plans_save_time_over_megatron_s_rule(small):
+def test_plans_save_time_over_megatron_s_rule(small, tables):
     """Simulated microbatch by microbatch; the study has the bars."""
-    prices, lengths = small
-    judge = Judge(prices, lengths)
-    times = {name: judge.seconds(make()) for name, make in timetables(prices, lengths).items()}
+    judge = Judge(*small)
+    times = {name: judge.seconds(table) for name, table in tables.items()}
     assert times["cpsim"] == min(times.values())
     assert times["cpsim"] < 0.9 * times["megatron"]
 

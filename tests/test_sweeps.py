@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from test_cli import cpsim, one_line
 
 from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
@@ -87,8 +88,13 @@ def test_a_list_of_scenarios_is_a_sweep_and_a_bad_line_is_an_error_in_its_row(tm
     assert "did you mean 'gpus'" in errors[2]
 
 
+def asked(path, out, *more):
+    return ["sweep", str(path), "--out", str(out), "--json", *more]
+
+
 def command(path, out, *more):
-    return [sys.executable, "-m", "cpsim", "sweep", str(path), "--out", str(out), "--json", *more]
+    """The same as a process, for what is killed, stopped or limited."""
+    return [sys.executable, "-m", "cpsim", *asked(path, out, *more)]
 
 
 def test_a_killed_sweep_goes_on_where_it_was_with_nothing_lost_and_nothing_twice(tmp_path):
@@ -103,11 +109,9 @@ def test_a_killed_sweep_goes_on_where_it_was_with_nothing_lost_and_nothing_twice
     kept = {part.name: part.stat().st_mtime_ns for part in out.glob("part-*")}
     held = len(rows_of(out))
     assert 3 <= held < 400
-    refused = subprocess.run(command(path, out), capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "go on with --resume" in refused.stderr
-    done = subprocess.run(command(path, out, "--jobs", "1", "--resume"), check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout)["num_predicted"] == 400
+    assert "go on with --resume" in cpsim(*asked(path, out), status=2)
+    done = cpsim(*asked(path, out, "--jobs", "1", "--resume"))
+    assert json.loads(done)["num_predicted"] == 400
     assert [row["number"] for row in rows_of(out)] == list(range(400))
     assert kept.items() <= {part.name: part.stat().st_mtime_ns for part in out.glob("part-*")}.items()
     assert children
@@ -128,11 +132,9 @@ def test_two_sweeps_never_write_to_one_folder(tmp_path):
         time.sleep(0.01)
     first.send_signal(signal.SIGSTOP)
     for more in ((), ("--resume",)):
-        second = subprocess.run(command(path, out, *more), capture_output=True, text=True)
-        assert second.returncode == 2
-        assert second.stderr.count("\n") == 1
-        assert f"process {first.pid} on " in second.stderr
-        assert "writes there; wait for it, or choose another --out" in second.stderr
+        said = one_line(cpsim(*asked(path, out, *more), status=2))
+        assert f"process {first.pid} on " in said
+        assert "writes there; wait for it, or choose another --out" in said
     first.send_signal(signal.SIGCONT)
     assert first.wait() == 0
     assert [row["number"] for row in rows_of(out)] == list(range(400))
@@ -452,8 +454,8 @@ def test_a_scheduler_that_dies_is_one_line_and_what_was_done_is_kept(tmp_path):
     (tmp_path / "cluster.py").write_text(code)
     with subprocess.Popen([sys.executable, tmp_path / "cluster.py"], stdout=subprocess.PIPE, text=True) as cluster:
         address = cluster.stdout.readline().strip()
-        asked = command(path, out, "--scheduler", address)
-        with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        words = command(path, out, "--scheduler", address)
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
             while len(list(out.glob("part-*"))) < 3:
                 assert running.poll() is None
                 time.sleep(0.01)
@@ -477,8 +479,8 @@ def test_a_scheduler_that_dies_is_one_line_and_what_was_done_is_kept(tmp_path):
     ],
 )
 def test_an_address_where_nothing_answers_is_one_clear_line(address, status, tmp_path):
-    asked = command(file_of(tmp_path), tmp_path / "out", "--scheduler", address)
-    done = subprocess.run(asked, capture_output=True, text=True)
+    words = command(file_of(tmp_path), tmp_path / "out", "--scheduler", address)
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == status
     assert f"scheduler: expected the address of a Dask scheduler, got {address!r}" in done.stderr
     assert done.stderr.count("\n") == 1

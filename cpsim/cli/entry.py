@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 
 import typer
 
@@ -66,7 +67,7 @@ def run_app(app: typer.Typer, name: str) -> None:
 
 def _status(app: typer.Typer, name: str) -> int:
     try:
-        return app(sys.argv[1:] or ["--help"], prog_name=name, standalone_mode=False) or 0
+        return _command(app)(sys.argv[1:] or ["--help"], prog_name=name, standalone_mode=False) or 0
     except MachineError as error:
         return _fail(str(error), MACHINE_ERROR)
     except OutOfMemoryError as error:
@@ -96,6 +97,12 @@ def _status(app: typer.Typer, name: str) -> int:
         asked = getattr(getattr(error, "ctx", None), "command_path", name)
         words = cut(plain(error.format_message()), LONGEST_WORDS)
         return _fail(f"{words} See `{asked} --help`.") if words else USER_ERROR
+
+
+@cache
+def _command(app: typer.Typer) -> Callable[..., int | None]:
+    """What an app does, made once for a process, which may call it many times."""
+    return typer.main.get_command(app)
 
 
 def _fail(message: str, status: int = USER_ERROR) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final
 
@@ -259,7 +259,7 @@ class Builder:
         head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
         routes = np.concatenate([np.zeros((4, 0), np.int64), *self._routes], axis=1)
         products = np.concatenate([np.zeros((0, 4), np.int64), *self._products])
-        schedule = Schedule(
+        return Schedule(
             num_ranks=self.num_ranks,
             kind=kind,
             step=step,
@@ -295,11 +295,6 @@ class Builder:
             copies=self.copies,
             products=products[np.argsort(products[:, 0], kind="stable")],
         )
-        for column in fields(Schedule):
-            value = getattr(schedule, column.name)
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False
-        return schedule
 
 
 def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int | tuple[int, int, int]]]) -> Schedule:

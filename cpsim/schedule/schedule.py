@@ -13,7 +13,7 @@ that falls into one (query set) x (key set) product. The same tiles serve forwar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Final, Literal
 
@@ -157,7 +157,8 @@ class Planning:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Schedule:
-    """Columns of N ops; see the module's text for their meaning. Arrays are read-only.
+    """Columns of N ops; see the module's text for their meaning. Arrays are read-only, of every schedule: for others
+    compiled code is compiled again.
 
     CSR pairs (``x_start[N + 1]``, ``x...[X]``) hold what an op has several of.
     """
@@ -217,6 +218,12 @@ class Schedule:
     copies: int = 1
     """Replication factor of a folded schedule: ranks that do the same with other heads, of which one is there. It is
     priced and simulated, not executed."""
+
+    def __post_init__(self) -> None:
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.kind)

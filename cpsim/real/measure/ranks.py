@@ -82,6 +82,7 @@ def main() -> None:
     deadline, node = time.monotonic() + 60 * args.minutes, Node(cpu=args.cpu)
     kernels = {name: attention.kernel_version(name) for name in ("fa2", "fa4", "cudnn")} if node.cuda else {}
     command = command_line("python -m cpsim.real.measure.ranks")
+    gc.freeze()  # modules are no garbage
     with args.out.open("w", encoding="utf-8") as file:
         header = provenance(node.device, 1, kernels, command, args.commit) | {"packages": packages()}
         writer = Writer(file, header)

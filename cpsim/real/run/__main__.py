@@ -56,6 +56,7 @@ class Launch:
 
     def __init__(self, node: Node, make: Make, args: argparse.Namespace) -> None:
         self.node, self._make, self._seconds = node, make, args.seconds
+        gc.freeze()  # modules are no garbage; to look through them takes most of a collection, before every pass
         self._watch = Watch(marker_of(args.out), args.limit)
         self._writer: Writer | None = None
         if node.rank == 0:
@@ -242,9 +243,13 @@ def _main(args: argparse.Namespace, make: Make | None) -> int:
 
 
 def _make(scenario: Scenario, pass_: Window, node: Node) -> Runner:
-    from cpsim.real import others, steps  # these take seconds to import, and need what tests replace
+    if scenario.is_step:
+        from cpsim.real import steps  # takes seconds to import
 
-    return steps.make(scenario, node) if scenario.is_step else others.make(scenario, pass_, node)
+        return steps.make(scenario, node)
+    from cpsim.real import others  # needs what tests replace
+
+    return others.make(scenario, pass_, node)
 
 
 def _run_all(scenarios: Sequence[Scenario], node: Node, make: Make, args: argparse.Namespace) -> int:

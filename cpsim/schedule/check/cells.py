@@ -40,9 +40,10 @@ class Cells:
         ]
         """Boundaries of the runs of query heads and of key-value heads."""
         self._head_at = [{int(head): at for at, head in enumerate(heads)} for heads in self.heads]
-        low = [np.searchsorted(self.heads[int(kv)], h) for kv, h in zip(block_kv, first, strict=True)]
-        high = [np.searchsorted(self.heads[int(kv)], h) for kv, h in zip(block_kv, end, strict=True)]
-        self.block_heads = [slice(int(a), int(b)) for a, b in zip(low, high, strict=True)]
+        low, high = (
+            np.where(block_kv, *(np.searchsorted(self.heads[kv], h) for kv in (1, 0))).tolist() for h in (first, end)
+        )
+        self.block_heads = [slice(a, b) for a, b in zip(low, high, strict=True)]
         self._rows: dict[tuple[int, int], tuple[Ints, Ints]] = {}
         self._sets: dict[int, Ints] = {}
         self._tiles: dict[tuple[int, int], Ints] = {}

@@ -40,6 +40,10 @@ COUNTED = (
     "what Megatron does with gradients around its passes is counted since, and errors that had cancelled no longer do"
 )
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
+SIGN = (
+    "USP's grids, 69 rows, are 14 % too fast, Megatron-Bridge's experts in bf16, whose hosts wait for counts of tokens, "
+    "a quarter; dense steps are 1.3 % too fast"
+)
 SHORT_GRIDS = "rows of 32,768 tokens, a sixth of those of 131,072, are predicted at less than half: open"
 ONE_OF_A_KIND = "the one RoCE cluster with small sizes, left out, and two A3 High that differ by 1.4 from each other"
 SHORT_BATCH = (
@@ -123,7 +127,7 @@ TARGETS = {
     "published steps in FP8, mean": Target(0.10),
     "other published steps, mean": Target(0.15),
     "published memory, mean": Target(0.06),
-    "published times, signed": Target(0.04),
+    "published times, signed": Target(0.04, SIGN),
     "MagiAttention's benchmark on B200, documents, mean": Target(
         0.06, "B200's clock, which follows its power limit since, hardly rises where ranks wait: 7 % too slow"
     ),

@@ -258,8 +258,7 @@ def reproduce(
     with TemporaryDirectory() as folder:
         profile = str(ranged_profile(Path(folder)))
         cases = [list(scenarios(row, profile, assumed, count)) for row in chosen]
-        every = [case for row in cases for batch in row for case in batch]
-        results = iter(predict_many(every, jobs, progress))
+        results = iter(_predicted([case for row in cases for batch in row for case in batch], jobs, progress))
         times = [
             [[_seconds(row, next(results)) for _ in batch] for batch in found]
             for row, found in zip(chosen, cases, strict=True)
@@ -269,6 +268,19 @@ def reproduce(
         if not np.isfinite(seconds):
             raise CpsimError(f"reproduce: {row.row} {row.mask}: no block size leaves every rank a block")
     return [replace(row, predicted_s=seconds) for row, seconds in zip(chosen, best, strict=True)]
+
+
+def _predicted(
+    cases: Sequence[Scenario], jobs: int | None, progress: Progress | None
+) -> list[Prediction | Infeasible | CpsimError]:
+    """Predictions of cases, whose passes follow each other as long as their plan is remembered."""
+    first = dict[str, int]()
+    place = [
+        first.setdefault(case.model_copy(update={"pass_": "fwd"}).model_dump_json(), i) for i, case in enumerate(cases)
+    ]
+    order = sorted(range(len(cases)), key=place.__getitem__)
+    found = dict(zip(order, predict_many([cases[i] for i in order], jobs, progress), strict=True))
+    return [found[i] for i in range(len(cases))]
 
 
 def _seconds(row: Row, result: Prediction | Infeasible | CpsimError) -> float:

@@ -4,10 +4,12 @@ Run with ``pytest -m benchmark tests/test_benchmark.py``; every claim of speed c
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,6 +194,47 @@ def test_advise_at_96_gpus_in_process(benchmark):
     assert advice.candidates
 
 
+LLAMA = ("--model", "llama3-8b", "--gpus", "64", "--context", "128k")
+FIRST_ANSWERS = {
+    "megatron": (*LLAMA, "--cluster", "dgx-h100", "--framework", "megatron"),
+    "torchtitan with fsdp": (
+        *(*LLAMA, "--cluster", "dgx-h100", "--framework", "torchtitan"),
+        *("--set", "parallel.sharding=fsdp"),
+    ),
+    "config.json": ("--model", "FORMATS/qwen3-32b.json", "--gpus", "32", "--cluster", "h200", "--context", "256k"),
+    "own lengths": (*LLAMA, "--cluster", "dgx-h100", "--lengths", "OWN/lengths.txt"),
+    "own cluster": (*LLAMA, "--cluster", "OWN/mine.json"),
+    "attention on 96 GPUs": (EXAMPLE,),
+}
+MOST_S = dict.fromkeys(FIRST_ANSWERS, 5.0) | {"attention on 96 GPUs": 2.5}
+
+
+def of_commands():
+    """Seconds of cores that commands took which have ended."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
+
+
+@pytest.mark.benchmark(group="first answers of cpsim advise, start-up included, on one core", timer=of_commands)
+@pytest.mark.parametrize("name", FIRST_ANSWERS)
+def test_first_answers(benchmark, tmp_path, name):
+    lengths = np.random.default_rng(1).lognormal(8, 1.5, 5000).clip(50, 120_000).astype(int)
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
+    cluster = {"name": "mine", "gpus_per_node": 8, "gpu": "h100", "profile": "h100", "nics": "4 x 200G"}
+    (tmp_path / "mine.json").write_text(json.dumps(cluster))
+    words = [
+        word.replace("FORMATS", str(Path(__file__).parent / "formats")).replace("OWN", str(tmp_path))
+        for word in FIRST_ANSWERS[name]
+    ]
+    command = [sys.executable, "-m", "cpsim", "advise", *words, "--json"]
+    done = benchmark.pedantic(
+        lambda: subprocess.run(command, check=True, capture_output=True), rounds=3 if benchmark.enabled else 1
+    )
+    assert json.loads(done.stdout)["candidates"]
+    if benchmark.stats:
+        assert benchmark.stats.stats.min < MOST_S[name]
+
+
 @pytest.mark.benchmark(group="commands")
 def test_a_thousand_mixed_predictions(benchmark):
     cases = mixed_scenarios(1000 if benchmark.enabled else 100)  # beside other tests nothing is timed
@@ -203,6 +246,9 @@ MAPS = {
     "one document": {"gpus": 96, "cluster": "dgx-h200", "tokens_per_gpu": 4096, "heads": 32, "kv_heads": 8},
     "hundreds of documents": EXAMPLE,
 }
+
+MAP_S = 3
+"""Until the last cell of a map is drawn."""
 
 
 @pytest.mark.benchmark(group="a map of 20 cells around 96 GPUs, on one core", timer=time.process_time)
@@ -219,6 +265,8 @@ def test_maps(benchmark, name, how):
         return [answer(spot) for spot in spots]
 
     assert len(benchmark.pedantic(answers, rounds=1)) == len(spots)
+    if benchmark.stats and (name, how) == ("one document", "cells of the map"):
+        assert benchmark.stats.stats.median < 2 * MAP_S  # two cores share the cells
 
 
 def test_kinds_of_a_zigzag_ring():
@@ -231,7 +279,7 @@ def test_kinds_of_a_zigzag_ring():
 )
 @pytest.mark.parametrize(
     ("mask", "computations", "most_s"),
-    [("causal", 16512, 5), ("lambda", 1506, 2), ("causal_blockwise", 1012, 2), ("shared_question", 8862, 2)],
+    [("causal", 16512, 2), ("lambda", 1506, 0.5), ("causal_blockwise", 1012, 0.5), ("shared_question", 8862, 1)],
 )
 def test_place_blocks(benchmark, mask, computations, most_s):
     case = Workload(documents=(131072,), mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
@@ -273,23 +321,38 @@ def test_schedule_a_batch_of_512_gpus(benchmark, variant, num_tasks):
         assert benchmark.stats.stats.median < 1
 
 
+STEP = {
+    "gpus": 512,
+    "cluster": "dgx-h200",
+    "tokens": 64 * 131072,
+    "context": 131072,
+    "model": "llama-34b",
+    "kernel": "fa2",
+    "mask": "causal_document",
+    "strategy": "allgather",
+    "parallel": {"tp": 8, "pp": 2, "cp": 4, "recompute": "mlp"},
+}
+
+
+def drawn(seed):
+    return {"documents": {"distribution": "distca_prolong", "seed": seed}}
+
+
+@pytest.mark.benchmark(group="a step of 34B on 512 GPUs, 48 layers, 30 microbatches", timer=time.process_time)
+def test_a_step_of_many_microbatches(benchmark):
+    cut = {"tokens": 8 * 30 * 131072, "parallel": STEP["parallel"] | {"dp": 8, "microbatches": 30}}
+    predict(scenario_from(STEP | drawn(0)))  # compiles
+    asked = iter([scenario_from(STEP | cut | drawn(seed)) for seed in (1, 2, 3)])
+    found = benchmark.pedantic(lambda: predict(next(asked)), rounds=3 if benchmark.enabled else 1)
+    assert found.scenario.parallel.microbatches == 30
+    if benchmark.stats:
+        assert benchmark.stats.stats.median < 2
+
+
 @pytest.mark.benchmark(group="30 training steps of 34B on 512 GPUs, 64 sequences of 131,072 tokens")
 def test_training_steps(benchmark):
-    fields = {
-        "gpus": 512,
-        "cluster": "dgx-h200",
-        "tokens": 64 * 131072,
-        "context": 131072,
-        "model": "llama-34b",
-        "kernel": "fa2",
-        "mask": "causal_document",
-        "strategy": "allgather",
-        "parallel": {"tp": 8, "pp": 2, "cp": 4, "recompute": "mlp"},
-    }
-
     def steps(count):
-        draws = [{"distribution": "distca_prolong", "seed": seed} for seed in range(count)]
-        return [predict(scenario_from(fields | {"documents": draw})) for draw in draws]
+        return [predict(scenario_from(STEP | drawn(seed))) for seed in range(count)]
 
     steps(1)  # compiles
     found = benchmark.pedantic(lambda: steps(30), rounds=1)

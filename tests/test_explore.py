@@ -224,22 +224,25 @@ def test_a_page_drops_what_it_no_longer_looks_at_and_nobody_else_s(asked):
 
 def test_steps_are_answered_as_advise_does_and_meanwhile_with_the_cut_of_before(asked):
     scenario = scenario_from(STEP)
-    first = asked.ask_step(scenario, "steps", 120)
+    first = asked.ask_step(scenario, "steps", "", 120)
     assert first.is_whole
     whole = advise_step(scenario)
     assert [words(c.parallel) for c in first.advice.candidates] == [words(c.parallel) for c in whole.candidates]
     assert [c.step.time_s for c in first.advice.candidates] == [c.step.time_s for c in whole.candidates]
     longer = scenario_from(STEP | {"tokens": 16384 * 64})
-    begun = asked.ask_step(longer, "steps", 0)
+    begun = asked.ask_step(longer, "steps", "", 0)
     assert begun.total == 2
     while begun.advice is None:
-        begun = asked.ask_step(longer, "steps", 0.1)
+        begun = asked.ask_step(longer, "steps", "", 0.1)
     if not begun.is_whole:
         [kept] = begun.advice.candidates
         assert words(kept.parallel) == words(whole.recommended.parallel)
-    done = asked.ask_step(longer, "steps", 120)
+    done = asked.ask_step(longer, "steps", "", 120)
     assert done.is_whole
     assert done.advice.recommended.step.time_s == advise_step(longer).recommended.step.time_s
+    assert done.opened is None
+    timed = asked.ask_step(longer, "steps", "timeline", 120)
+    assert timed.opened.passes.time_s == done.advice.recommended.step.time_s
 
 
 @pytest.mark.slow

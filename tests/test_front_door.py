@@ -322,10 +322,10 @@ def test_samples_have_the_tokens_of_a_step():
 
 
 def test_the_answer_is_quick():
-    """Five seconds on an idle machine, twice as many here, where others run beside."""
+    """Five seconds of one core; ``test_first_answers`` of the benchmarks has the others, with their start-up."""
     started = time.process_time()
     asked(*LLAMA, "--framework", "megatron")
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 5
 
 
 WINDOW = {

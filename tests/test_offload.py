@@ -12,7 +12,7 @@ from cpsim.prediction.case import resolve
 from cpsim.prediction.predict import predict
 from cpsim.prediction.step.memory import KINDS, chunk_memory, occupancy
 from cpsim.prediction.step.program import BACK, HostCopy, live_bytes
-from cpsim.prediction.step.step import deal
+from cpsim.prediction.step.step import Known, deal
 from cpsim.prediction.steps import StepCase
 
 LAYERS = 8
@@ -54,7 +54,7 @@ def test_nothing_that_left_is_read_before_it_is_back():
 def test_memory_has_two_layers_at_most():
     """Beside all kept activations: the last layer's, and those of a second one."""
     _, model = model_of()
-    plain = replace(model, offload=False, _known={}, _occupied={}, _chunks={}, _memory={})
+    plain = replace(model, offload=False, _known=Known(), _chunks={}, _memory={})
     kept = plain.stage_memory(8192, 0).activations / LAYERS
     assert model.stage_memory(8192, 0).activations < 2.6 * kept
     assert model.stage_memory(8192, 0).total < plain.stage_memory(8192, 0).total - (LAYERS - 4) * kept

@@ -14,7 +14,7 @@ from cpsim.errors import NotMeasuredError, OutOfMemoryError, ScenarioError
 from cpsim.prediction.advise import advise
 from cpsim.prediction.predict import attempt, predict, predict_many, sweep
 from cpsim.prediction.results import Infeasible, Prediction, refusal
-from cpsim.prediction.step_advice import advise_step, words
+from cpsim.prediction.step_advice import advise_step, opened, words
 from cpsim.prediction.step_changes import NAMED
 from cpsim.report.records import prediction_record
 from cpsim.report.step_page import memory_view, step_report_html, timeline_view
@@ -279,14 +279,14 @@ def cut_into_stages():
 
 def test_a_step_that_is_opened_ends_when_it_does(cut_into_stages):
     """Passes lie behind each other and end as the step says; layers of a chunk take what its pass takes."""
-    best, opened = cut_into_stages.recommended, cut_into_stages.opened
-    passes = opened.passes
+    best, found = cut_into_stages.recommended, opened(cut_into_stages.recommended)
+    passes = found.passes
     assert passes.start_s.shape == (2, 8, 8)
     assert passes.time_s == best.step.time_s > passes.end_s.max()
     assert passes.critical.any()
     seconds = passes.end_s - passes.start_s
-    assert sorted(chunk for one in opened.inside for chunk in one.chunks) == list(range(8))
-    for one in opened.inside:
+    assert sorted(chunk for one in found.inside for chunk in one.chunks) == list(range(8))
+    for one in found.inside:
         assert one.layers == one.shown == 2
         turn = max(op.end_s for op in one.ops if not op.backward)
         whole = max(op.end_s for op in one.ops)
@@ -297,9 +297,9 @@ def test_a_step_that_is_opened_ends_when_it_does(cut_into_stages):
 
 
 def test_passes_open_the_layers_of_their_stage(cut_into_stages):
-    opened = cut_into_stages.opened
-    where = {chunk: i for i, one in enumerate(opened.inside) for chunk in one.chunks}
-    pipeline, layers = timeline_view(cut_into_stages).plots
+    found = opened(cut_into_stages.recommended)
+    where = {chunk: i for i, one in enumerate(found.inside) for chunk in one.chunks}
+    pipeline, layers = timeline_view(found, 8).plots
     forward = next(trace for trace in pipeline["data"] if trace["name"] == "forward")
     assert len(forward["x"]) == 64
     for row, (text, inside) in zip(forward["y"], forward["customdata"], strict=True):

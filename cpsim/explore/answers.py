@@ -24,7 +24,8 @@ from cpsim.prediction.advise import Evaluated, advise, candidates_of, evaluate, 
 from cpsim.prediction.predict import TOO_LARGE, predict
 from cpsim.prediction.results import Advice, Candidate, Infeasible, knobs_json
 from cpsim.prediction.runs import case_key
-from cpsim.prediction.step_advice import StepAdvice, advise_step
+from cpsim.prediction.step.opened import Opened
+from cpsim.prediction.step_advice import StepAdvice, advise_step, opened
 from cpsim.report.axes import Around, Spot
 from cpsim.report.frontier import Cell, best_in, likely
 from cpsim.runtime.workers import Budget, Busy, OverBudget, Question, Workers
@@ -166,6 +167,8 @@ class KnownStep:
     None where neither is there."""
     is_whole: bool
     """Whether all ways were tried."""
+    opened: Opened | None = None
+    """What is recommended in time, where its timeline was asked for and is there."""
     done: int
     total: int
 
@@ -266,7 +269,7 @@ class Answers:
             total=len(pieces) + later,
         )
 
-    def ask_step(self, scenario: Scenario, page: str, patience_s: float) -> KnownStep:
+    def ask_step(self, scenario: Scenario, page: str, view: str, patience_s: float) -> KnownStep:
         """What is known of a training step after a short wait.
 
         Ways to cut it are searched, which takes a second or more; what the page's last answer recommends is tried in
@@ -275,6 +278,7 @@ class Answers:
         Args:
             scenario: the step.
             page: who asks.
+            view: for ``timeline`` what is recommended is opened, too.
             patience_s: how long the answer may wait to be whole.
 
         Raises:
@@ -295,12 +299,25 @@ class Answers:
             while len(self._cut) > PAGES:
                 self._cut.popitem(last=False)
         before = answers.get(False)
+        advice = whole or (None if isinstance(before, OverBudget) else before)
+        jobs = [job, *self._opened(advice, page, view, until)]
         return KnownStep(
-            advice=whole or (None if isinstance(before, OverBudget) else before),
+            advice=advice,
             is_whole=whole is not None,
-            done=sum(piece.done() for piece in job.pieces),
-            total=len(job.pieces),
+            opened=self._result(jobs[1]) if jobs[1:] and jobs[1].is_complete else None,
+            done=sum(piece.done() for one in jobs for piece in one.pieces),
+            total=sum(len(one.pieces) for one in jobs),
         )
+
+    def _opened(self, advice: StepAdvice | None, page: str, view: str, until: float) -> list[Job[Opened]]:
+        """What opens a step for its timeline, after a short wait; nothing for other views."""
+        best = advice.foremost if advice and view == "timeline" else None
+        if best is None:
+            return []
+        scenario = best.prediction.scenario
+        job = self._job(page, "opened", scenario, until, lambda one: (opened, one), lambda _: (0, 0), (best,))
+        job.wait(max(until, time.monotonic() + FIRST_S), lambda: False)
+        return [job]
 
     def _cuts(self, scenario: Scenario, page: str) -> Sequence[tuple[Scenario, Scenario | None]]:
         """What is tried of a step: the cut that was the best before, where there is one, and all."""

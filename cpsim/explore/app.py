@@ -130,7 +130,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
 
     def step(state: Values, more: bool) -> KnownStep:
         scenario = scenario_of(state, known)
-        return answers.ask_step(scenario, page_of(state), MORE_S if more else FIRST_S)
+        return answers.ask_step(scenario, page_of(state), str(state.get("view")), MORE_S if more else FIRST_S)
 
     def _attention_said(state: Values, found: Known) -> Said:
         return _said(found, views.make_view(state, found, runs, known))
@@ -143,7 +143,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
         name = str(state.get("view"))
         try:
             if is_step(state):
-                return step_file(answers.ask_step(scenario_of(state, known), page_of(state), WHOLE_FILE_S), state)
+                return step_file(answers.ask_step(scenario_of(state, known), page_of(state), name, WHOLE_FILE_S), state)
             if ctx.triggered_id == "csv" and name in DETAILED:
                 return _file(f"cpsim-{name}.csv", answer(state, WHOLE_FILE_S, views.data_of).chosen or "")
             found = answer(state, WHOLE_FILE_S, views.drawn)
@@ -240,7 +240,7 @@ def _step_said(state: Values, found: KnownStep) -> Said:
         case=advice.scenario,
         front=step_front(advice),
         notes=advice.notes,
-        view=views.step_view(state, advice),
+        view=views.step_view(state, advice, found.opened),
         found=found,
     )
 
@@ -271,7 +271,8 @@ def step_file(found: KnownStep, state: Values) -> dict[str, Any]:
     if advice is None:
         raise PreventUpdate
     if ctx.triggered_id == "csv":
-        return _file(f"cpsim-step-{state.get('view')}.csv", views.csv_text(views.step_view(state, advice).columns()))
+        view = views.step_view(state, advice, found.opened)
+        return _file(f"cpsim-step-{state.get('view')}.csv", views.csv_text(view.columns()))
     best = advice.recommended
     return scenario_file(best.prediction.scenario if best else advice.scenario)
 

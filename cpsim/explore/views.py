@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cpsim.explore.answers import Known
     from cpsim.prediction.results import Candidate, Column
     from cpsim.prediction.runs import Run
+    from cpsim.prediction.step.opened import Opened
     from cpsim.prediction.step_advice import StepAdvice
 
 PLOTS: Final = ("plot", "plot-2")
@@ -61,15 +62,15 @@ def checked_view() -> View:
     return View(plots=(validation.scatter(),), caption=validation.CAPTION, columns=validation.validation_columns)
 
 
-def step_view(state: State, advice: StepAdvice) -> View:
-    """The view of a training step that the page is at."""
+def step_view(state: State, advice: StepAdvice, opened: Opened | None) -> View:
+    """The view of a training step that the page is at; ``opened`` is what is recommended in time, where it is there."""
     match state.get("view"):
         case "checked":
             return checked_view()
         case "memory":
             return step_page.memory_view(advice)
         case "timeline":
-            return step_page.timeline_view(advice)
+            return step_page.timeline_view(opened, advice.scenario.gpus) if opened else View()
         case "paste":
             return step_page.paste(advice)
     why = step_page.time_view(advice)

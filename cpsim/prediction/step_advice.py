@@ -103,8 +103,6 @@ class StepAdvice:
     """Those that were not simulated whole, with the seconds that they take at least; fastest first."""
     refused: tuple[Refused, ...]
     notes: tuple[str, ...]
-    opened: Opened | None = None
-    """What is recommended, or comes nearest to fitting, in time."""
 
     @property
     def tied(self) -> tuple[StepCandidate, ...]:
@@ -119,6 +117,11 @@ class StepAdvice:
         """The simplest of those that cannot be told from the fastest, and take hardly longer."""
         near = [one for one in self.tied if one.step.time_s <= (1 + TIE) * self.candidates[0].step.time_s]
         return min(near, key=lambda one: (*one.effort(), one.step.time_s), default=None)
+
+    @property
+    def foremost(self) -> StepCandidate | None:
+        """What is recommended, or comes nearest to fitting."""
+        return self.recommended or next(iter(self.nearest), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +305,7 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     notes = dict.fromkeys(_notes(scenario, layouts))
     notes |= dict.fromkeys(note for _, p, _ in found or nearest for note in p.notes)
     refused = [one for name, one in search.refused.items() if name not in search.found]
-    advice = StepAdvice(
+    return StepAdvice(
         scenario=scenario,
         assumed=_assumed(search, layouts),
         candidates=tuple(sorted(_ranked(found), key=lambda one: one.step.time_s)),
@@ -311,13 +314,14 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
         refused=tuple(refused),
         notes=tuple(notes),
     )
-    best = advice.recommended or next(iter(advice.nearest), None)
-    return replace(advice, opened=_opened(search.steps, best)) if best else advice
 
 
-def _opened(steps: StepCase, best: StepCandidate) -> Opened:
-    chosen = best.prediction.scenario
-    return steps.opened(best.parallel, str(chosen.strategy), chosen.knobs)
+def opened(one: StepCandidate) -> Opened:
+    """A way to cut the step in time: when all passes run, and what layers do meanwhile."""
+    scenario = one.prediction.scenario
+    case = resolve(scenario)
+    steps = StepCase(scenario, case.cluster, case.profile)
+    return steps.opened(one.parallel, str(scenario.strategy), scenario.knobs)
 
 
 def _simulate_best(search: _Search, layouts: Sequence[Parallel], progress: Progress | None) -> None:

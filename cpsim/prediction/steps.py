@@ -22,12 +22,12 @@ from cpsim.prediction.step.adapters import adapted, frozen_recipe
 from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
-from cpsim.prediction.step.memory import Occupancy, StageMemory
+from cpsim.prediction.step.memory import StageMemory
 from cpsim.prediction.step.offload import check as check_offload
 from cpsim.prediction.step.opened import Opened
 from cpsim.prediction.step.precision import Recipe, check_gpu
 from cpsim.prediction.step.recurrent import Mixed, mixed
-from cpsim.prediction.step.step import Step, StepModel, cut, deal
+from cpsim.prediction.step.step import Known, Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
 from cpsim.strategies.others.facts import DENSE, DOCUMENTS, Support
@@ -53,10 +53,8 @@ class StepCase:
     _best: dict[tuple[int, int], Choice] = field(default_factory=dict)
     _slow: dict[str, int] = field(default_factory=dict)
     """Strategies with knobs that were far from the best, and on how many ranks."""
-    _passes: dict[tuple[object, ...], dict[tuple[object, ...], Floats]] = field(default_factory=dict)
-    """Passes that were simulated, of ways to cut whose passes are alike; see ``StepModel``."""
-    _occupied: dict[tuple[object, ...], dict[tuple[object, ...], Occupancy]] = field(default_factory=dict)
-    """What such passes hold."""
+    _known: dict[tuple[object, ...], Known] = field(default_factory=dict)
+    """Programs of ways to cut whose passes are alike."""
     _memory: dict[Parallel, dict[tuple[int, ...], StageMemory]] = field(default_factory=dict)
     """Memory of stages."""
 
@@ -183,8 +181,7 @@ class StepCase:
             compiled=compiled,
             offload=scenario.offload is not None,
             recipe=recipe if recipe is None or parallel.sharding == "fsdp" else recipe.unsharded(),
-            _known=self._passes.setdefault(self._alike(parallel), {}),
-            _occupied=self._occupied.setdefault((parallel.sharding, self._alike(parallel)), {}),
+            _known=self._known.setdefault(self._alike(parallel), Known()),
             _memory=self._memory.setdefault(parallel, {}),
         )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cpsim.prediction.results import REFUSALS
-from cpsim.prediction.step_advice import reasons, words
+from cpsim.prediction.step_advice import opened, reasons, words
 from cpsim.report import front, step_timeline, validation
 from cpsim.report.answer import evidence_text, launch
 from cpsim.report.figures import Figure, bar_label, house, strategy_colour, titled
@@ -26,6 +26,7 @@ from cpsim.units import format_bytes, short_count
 if TYPE_CHECKING:
     from cpsim.prediction.results import Column
     from cpsim.prediction.step.memory import StageMemory
+    from cpsim.prediction.step.opened import Opened
     from cpsim.prediction.step_advice import StepAdvice, StepCandidate
 
 SHOWN: Final = 12
@@ -59,11 +60,11 @@ def write_step_report(path: Path, advice: StepAdvice) -> None:
 
 def step_report_html(advice: StepAdvice) -> str:
     """The report as text."""
-    sections = []
+    sections, best = [], advice.foremost
     for title, name, view in (
         ("Text to paste", "paste", paste(advice)),
         ("Why", "why", time_view(advice)),
-        ("Timeline", "timeline", timeline_view(advice)),
+        ("Timeline", "timeline", timeline_view(opened(best), advice.scenario.gpus) if best else View()),
         ("Memory", "memory", memory_view(advice)),
     ):
         body = view_html(name, view)
@@ -84,7 +85,7 @@ def step_report_html(advice: StepAdvice) -> str:
 
 def step_front(advice: StepAdvice) -> str:
     """The numbers of what is recommended, or of what comes nearest to fitting, and the top of the ranking."""
-    best = advice.recommended or next(iter(advice.nearest), None)
+    best = advice.foremost
     if best is None:
         return f"<p class=muted>{escape(advice.assumed)}</p>"
     title = "Fastest ways to cut the step" if advice.candidates else "What comes nearest to fitting"
@@ -185,17 +186,13 @@ def memory_view(advice: StepAdvice) -> View:
     return View(plots=plots, caption=caption, below=below, columns=lambda: step_columns(advice))
 
 
-def timeline_view(advice: StepAdvice) -> View:
-    """When every pass runs of what is recommended, and what its layers do."""
-    opened = advice.opened
-    if opened is None:
-        return View()
-    gpus = advice.scenario.gpus
+def timeline_view(found: Opened, gpus: int) -> View:
+    """When every pass of a step on so many GPUs runs, and what its layers do."""
     return View(
-        plots=(step_timeline.pipeline(opened, gpus), step_timeline.layers(opened)),
-        caption=step_timeline.caption(opened),
-        below=step_timeline.buttons(opened),
-        columns=lambda: step_timeline.pass_columns(opened),
+        plots=(step_timeline.pipeline(found, gpus), step_timeline.layers(found)),
+        caption=step_timeline.caption(found),
+        below=step_timeline.buttons(found),
+        columns=lambda: step_timeline.pass_columns(found),
     )
 
 

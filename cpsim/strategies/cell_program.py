@@ -163,9 +163,9 @@ class CellProgram:
         found = []
         for h in held:
             part = cells & h.cells[who]
-            there = part.any(axis=1)
+            there, sets = part.any(axis=1), self.sets_of(part)
             for t in tensors:
-                found.append((np.where(there, h.buffers[t][who], NOTHING).astype(np.int32), self.block(t, part)))
+                found.append((np.where(there, h.buffers[t][who], NOTHING).astype(np.int32), self.block_of(t, sets)))
         return found
 
     def waits(self, who: Ints, held: Sequence[Held], cells: Mask) -> list[Ints]:
@@ -214,7 +214,15 @@ class CellProgram:
 
     def block(self, tensor: str, cells: Mask) -> Int32:
         """A block for every mask of cells ``[n, cells]``."""
-        keys = np.packbits(cells, axis=1)
-        chosen = [self.sets.setdefault(key.tobytes(), len(self.sets)) for key in keys]
+        return self.block_of(tensor, self.sets_of(cells))
+
+    def sets_of(self, cells: Mask) -> list[int]:
+        """The set of every mask of cells ``[n, cells]``."""
+        keys, sets = np.packbits(cells, axis=1), self.sets
+        whole, size = keys.tobytes(), keys.shape[1]
+        return [sets.setdefault(whole[at : at + size], len(sets)) for at in range(0, len(whole), size)]
+
+    def block_of(self, tensor: str, chosen: list[int]) -> Int32:
+        """A block for every set."""
         first, count = (self.heads[2:] if tensor.endswith("kv") else self.heads[:2]).tolist()
         return self.b.blocks(tensor, chosen, (first, count))

@@ -240,8 +240,9 @@ def live_bytes(
         for name, nbytes in node.makes.items():
             sizes.setdefault(name, -(-nbytes // BLOCK) * BLOCK)
     change = np.zeros((kinds, len(nodes) + 1), np.int64)
-    for (name, nbytes), (first, last) in zip(sizes.items(), lives(nodes, stays), strict=True):
-        change[of(name), first] += nbytes
-        if last < len(nodes):
-            change[of(name), last + 1] -= nbytes
+    whole = [(of(name), nbytes, *life) for (name, nbytes), life in zip(sizes.items(), lives(nodes, stays), strict=True)]
+    kind, size, first, last = np.array(whole, np.int64).reshape(-1, 4).T
+    np.add.at(change, (kind, first), size)
+    ends = last < len(nodes)
+    np.subtract.at(change, (kind[ends], last[ends] + 1), size[ends])
     return np.cumsum(change, axis=1)[:, :-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.models.kernels import host_link_note
 from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.network.communication import Communication
-from cpsim.prediction.step.attention import PASSES, Attended, Attention
+from cpsim.prediction.step.attention import Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.experts import ALONE, NOTE, once_a_rank
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
@@ -59,7 +59,7 @@ from cpsim.prediction.step.program import (
 )
 from cpsim.prediction.step.recurrent import MIXED, Mixed
 from cpsim.prediction.step.tiles import tiled
-from cpsim.prediction.step.timing import Prices, launches_seconds, of_layers, scheduled
+from cpsim.prediction.step.timing import Launches, Planned, Prices, launches_seconds, of_layers, planned
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
 
@@ -119,6 +119,21 @@ class Step:
         return f"does not fit: needs {self.needed_bytes / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB"
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was worked out of programs, for all ways to cut a step whose passes are alike."""
+
+    programs: dict[tuple[object, ...], Callable[[int], Program]] = field(default_factory=dict)
+    """Of virtual stages, by their number of layers."""
+    planned: dict[tuple[object, ...], Planned] = field(default_factory=dict)
+    occupied: dict[tuple[object, ...], Occupancy] = field(default_factory=dict)
+    """What they hold."""
+    launched: dict[tuple[object, ...], tuple[Floats, Floats]] = field(default_factory=dict)
+    """Seconds in which a host launches one layer and two."""
+    kinds: dict[int, Known] = field(default_factory=dict)
+    """Of kinds of layers, where these differ."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
     """A model on a cluster, cut in one way, in one framework's code."""
@@ -134,24 +149,22 @@ class StepModel:
     """Whether activations wait in the host's memory."""
     recipe: Recipe | None = None
     """How linear layers compute in FP8."""
-    _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    _known: Known = field(default_factory=Known)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
-    _occupied: dict[tuple[object, ...], Occupancy] = field(default_factory=dict)
-    """What programs of a few layers hold, of ways to cut whose passes are alike."""
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
     _memory: dict[tuple[int, ...], StageMemory] = field(default_factory=dict)
     _kinds: list[tuple[float, StepModel]] = field(default_factory=list)
-    _launched: dict[int, dict[str, tuple[float, ...]]] = field(default_factory=dict)
+    _launched: dict[int, Launches] = field(default_factory=dict)
 
     @property
     def kinds(self) -> list[tuple[float, StepModel]]:
         """Where layers differ: the share of each kind, and the step if all layers were of that kind. Passes and memory
         are the mean of theirs, as if every stage had all kinds in this proportion. None where layers are alike."""
         if not self._kinds and len(self.model.kinds) > 1:
-            for share, model in self.model.kinds:
-                own: dict[str, Any] = {"_known": {}, "_occupied": {}, "_memory": {}, "_chunks": {}, "_layers": {}}
-                own["_launched"] = {}
-                self._kinds.append((share, replace(self, model=model, _kinds=[], **own)))
+            for i, (share, model) in enumerate(self.model.kinds):
+                own: dict[str, Any] = {"_memory": {}, "_chunks": {}, "_layers": {}, "_launched": {}, "_kinds": []}
+                own["_known"] = self._known.kinds.setdefault(i, Known())
+                self._kinds.append((share, replace(self, model=model, **own)))
         return self._kinds
 
     @property
@@ -243,10 +256,10 @@ class StepModel:
             same = tokens, self._ends(chunk), exchange, kept, stays
 
             def occupied(layers: int) -> Occupancy:
-                if (*same, layers) not in self._occupied:
+                if (*same, layers) not in self._known.occupied:
                     make = self._programs(tokens, chunk, exchange, kept)
-                    self._occupied[*same, layers] = occupancy(make(layers), stays)
-                return self._occupied[*same, layers]
+                    self._known.occupied[*same, layers] = occupancy(make(layers), stays)
+                return self._known.occupied[*same, layers]
 
             self._chunks[key] = chunk_memory(occupied, self.layers[chunk])
         return self._chunks[key]
@@ -320,10 +333,11 @@ class StepModel:
 
     def _inside(self, chunks: Sequence[int], tokens: int, attended: Attended) -> Inside:
         """A few layers of virtual stages that are alike."""
-        make, layers = self._programs(tokens, chunks[0]), self.layers[chunks[0]]
+        layers = self.layers[chunks[0]]
         shown = min(LAYERS, layers)
-        run = make(shown)
-        ops = ops_of(run, scheduled(run, self._prices(attended.parts, tokens)))
+        run = self._programs(tokens, chunks[0])(shown)
+        found = self._planned(tokens, chunks[0], shown).simulated(attended.parts, self._launches(tokens))
+        ops = ops_of(run, found)
         return Inside(chunks=tuple(chunks), layers=layers, shown=shown, ops=ops)
 
     def program(self, tokens: int, chunk: int = 0) -> Program:
@@ -444,6 +458,13 @@ class StepModel:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
         if self.kinds:  # the most frequent kind stands for all
             return max(self.kinds, key=lambda kind: kind[0])[1]._programs(tokens, chunk, exchange, kept)
+        key, known = (tokens, self._ends(chunk), exchange, kept), self._known.programs
+        if key not in known:
+            known[key] = cache(self._maker(tokens, chunk, exchange, kept))
+        return known[key]
+
+    def _maker(self, tokens: int, chunk: int, exchange: int, kept: int) -> Callable[[int], Program]:
+        """What ``_programs`` remembers."""
         sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
         runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap, recompute)
         runs = once_a_rank(runs, self.model, self.parallel.ep) if self.parallel.dispatcher == "flex" else runs
@@ -451,8 +472,8 @@ class StepModel:
         runs = beside_others(runs, alone) if alone < 1 else runs
         chunks = min(self.parallel.mlp_chunks, tokens)
         layer = _with_exchange(tiled(runs, chunks) if chunks > 1 else runs, exchange, kept)
-        is_last = chunk == self.parallel.virtual_stages - 1
-        first = code.first(sizes, self.compiled) if chunk == 0 else None
+        is_first, is_last = self._ends(chunk)
+        first = code.first(sizes, self.compiled) if is_first else None
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if is_last else None
         keeps = code.keeps(recompute, layer, sizes, self.compiled)
         keeps = kept_in_fp8(keeps, layer.backward) if self.recipe else keeps
@@ -466,6 +487,13 @@ class StepModel:
             return offloaded(run, layers, keeps, first is not None) if self.offload else run
 
         return make
+
+    def _planned(self, tokens: int, chunk: int, layers: int) -> Planned:
+        """The program of so many layers of a virtual stage, planned and priced."""
+        key, known = (tokens, self._ends(chunk), layers), self._known.planned
+        if key not in known:
+            known[key] = planned(self._programs(tokens, chunk)(layers), self._prices())
+        return known[key]
 
     def _shards(self, stage: int) -> Shards:
         """Gathers in the working type, each copied to where ops read it; sums in fp32, from copies, over the replicas
@@ -529,15 +557,11 @@ class StepModel:
             each = zip(self.kinds, attended.kinds or (attended,) * len(self.kinds), strict=True)
             return np.asarray(sum(share * one._pass(tokens, chunk, mine) for (share, one), mine in each))
         layers, plain = self.layers[chunk], not (self.sharded or self._hosts_count or self.offload)
-        key = tokens, self._ends(chunk), None if plain else str(attended.parts)
+        attention: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
 
         def seconds(count: int, prompt: bool = False) -> Floats:
-            if (*key, count, prompt) not in self._known:
-                make = self._programs(tokens, chunk)
-                prices = self._prices(({}, {}) if plain else attended.parts, tokens)
-                prices = replace(prices, launch_s={}) if prompt else prices
-                self._known[*key, count, prompt] = scheduled(make(count), prices).seconds()
-            return self._known[*key, count, prompt]
+            launch_s = {} if prompt else self._launches(tokens)
+            return self._planned(tokens, chunk, count).seconds(attention, launch_s)
 
         found = of_layers(seconds, layers)
         host = PARTS.index("host")
@@ -565,9 +589,16 @@ class StepModel:
 
     def _launched_seconds(self, tokens: int, chunk: int) -> float:
         """In which a host launches both passes of a virtual stage."""
-        make, launch_s = self._programs(tokens, chunk), self._launches(tokens)
-        few, more = (float(launches_seconds(make(count), launch_s).sum()) for count in (1, 2))
+        few, more = (float(found.sum()) for found in self._launching(tokens, chunk, self._launches(tokens)))
         return few + (self.layers[chunk] - 1) * (more - few)
+
+    def _launching(self, tokens: int, chunk: int, launch_s: Launches) -> tuple[Floats, Floats]:
+        """Seconds in which a host launches one layer and two of a virtual stage, forward and backward, ``[2]``."""
+        key, known = (tokens, self._ends(chunk), str(launch_s)), self._known.launched
+        if key not in known:
+            make = self._programs(tokens, chunk)
+            known[key] = launches_seconds(make(1), launch_s), launches_seconds(make(2), launch_s)
+        return known[key]
 
     def _layer(self, tokens: int) -> tuple[bool, float]:
         """Whether attention of a layer runs again before the backward pass, and bytes that a rank sends to others of
@@ -586,14 +617,14 @@ class StepModel:
             self._layers[tokens] = again, sent
         return self._layers[tokens]
 
-    def _launches(self, tokens: int) -> dict[str, tuple[float, ...]]:
+    def _launches(self, tokens: int) -> Launches:
         """Seconds of one launch of the host, forward and backward, by stream: so long that those of a layer take what
         a layer was measured to take."""
         if tokens not in self._launched:
             self._launched[tokens] = self._seconds_of_launches(tokens) if self._hosts_count else {}
         return self._launched[tokens]
 
-    def _seconds_of_launches(self, tokens: int) -> dict[str, tuple[float, ...]]:
+    def _seconds_of_launches(self, tokens: int) -> Launches:
         """What ``_launches`` remembers."""
         host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
         alone = {
@@ -605,9 +636,11 @@ class StepModel:
         whole = layer_seconds(host, self._host_code, self.parallel, experts, adapters=adapters) if alone else None
         if whole is None:
             return alone
-        whole_mlp = replace(self, parallel=replace(self.parallel, mlp_chunks=1))  # as layers were measured
-        make = whole_mlp._programs(tokens, -1)
-        scale = np.array(whole) / (launches_seconds(make(2), alone) - launches_seconds(make(1), alone))
+        measured = self
+        if self.parallel.mlp_chunks > 1:  # layers were measured with their MLP in one
+            measured = replace(self, parallel=replace(self.parallel, mlp_chunks=1), _known=Known(), _kinds=[])
+        one, two = measured._launching(tokens, -1, alone)
+        scale = np.array(whole) / (two - one)
         return {stream: tuple(scale * seconds) for stream, seconds in alone.items()}
 
     @property
@@ -620,18 +653,16 @@ class StepModel:
         """Whose layers hosts were timed with."""
         return f"{self.framework.host} {'compiled' if self.compiled else 'fp8' if self.recipe else 'eager'}"
 
-    def _prices(self, attention: tuple[Parts, Parts], tokens: int) -> Prices:
+    def _prices(self) -> Prices:
         group = self.parallel.group(self.cluster, self.parallel.shards)
         experts = self.parallel.group(self.cluster, self.parallel.ep)
         return Prices(
             costs=self.costs,
             kernel=self.attention.kernel,
-            attention=dict(zip(PASSES, attention, strict=True)),
             sharded=lambda op: self.collective(
                 experts if op.kind == "all_to_all" else group, Kind[op.kind.upper()], op.nbytes
             ),
             host_bytes_per_s=self.cluster.host_link,
-            launch_s=self._launches(tokens),
         )
 
     def _hop_seconds(self, tokens: int) -> float:

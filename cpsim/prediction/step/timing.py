@@ -8,25 +8,31 @@ time its own schedule gives. Layers repeat, so that a few are simulated and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.masks.slices import RangeSets, Slices
+from cpsim.masks.slices import Ints, RangeSets, Slices
 from cpsim.masks.tiles import ListedTiles
 from cpsim.models.network.pressure import Messages, pressures
-from cpsim.prediction.step.costs import PARTS, Costs, Parts
+from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.layer import Collective, Copy, ElementwisePass, Gemm
 from cpsim.prediction.step.program import HostCopy, Node, Program
+from cpsim.runtime.compiled import compiled
 from cpsim.schedule.builder import Builder
-from cpsim.schedule.schedule import Kind, Schedule
-from cpsim.schedule.work import Work
+from cpsim.schedule.schedule import STREAMS, Int8, Kind, Schedule
+from cpsim.schedule.work import Bools, Work
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 
 Floats = NDArray[np.float64]
+Launches = Mapping[str, tuple[float, ...]]
+"""Seconds of one launch of the host, forward and backward, by stream; none where hosts are never late."""
+_HOST: Final = PARTS.index("host")
+_INTERFERENCE: Final = PARTS.index("interference")
 SIMULATED: Final = (3, 4)
 """Layers of the two programs that longer ones continue."""
 _KINDS: Final = {
@@ -41,28 +47,23 @@ _KINDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What ops of a program cost."""
+    """What ops of a program cost, attention aside."""
 
     costs: Costs
     kernel: str
-    attention: Mapping[str, Parts]
-    """Seconds of a layer's attention by pass and cost model."""
+    """Of attention."""
     sharded: Callable[[Collective], tuple[str, float]]
     """Cost model and seconds of a collective among replicas."""
     host_bytes_per_s: float
     """Each way between a GPU and its host."""
-    launch_s: Mapping[str, tuple[float, ...]]
-    """Seconds of one launch of the host, forward and backward, by stream; none where hosts are never late."""
 
     def parts(self, node: Node) -> Parts:
-        """Seconds of an op by cost model."""
+        """Seconds of an op by cost model; none of attention."""
         match node.what:
-            case None:
+            case None | str():
                 return {}
             case HostCopy(nbytes):
                 return {"transfer": nbytes / self.host_bytes_per_s}
-            case str():
-                return self.attention[node.what]
             case Collective() if node.stream in ("gather", "scatter"):
                 where, seconds = self.sharded(node.what)
                 return {where: seconds}
@@ -75,8 +76,10 @@ class Simulated:
     """A program in time."""
 
     timeline: Timeline
-    parts: tuple[Parts, ...]
-    """Of every op."""
+    parts: Floats
+    """Of every op alone, by cost model, ``[N, len(PARTS)]``."""
+    alone_s: Floats
+    """Of every op alone, ``[N]``."""
     forward: int
     """Ops of the forward pass, which come first."""
 
@@ -85,67 +88,151 @@ class Simulated:
 
         The backward pass begins where the last op of the forward one ends.
         """
-        start, end = self.timeline.start_s, self.timeline.end_s
-        found = np.zeros((2, len(PARTS)))
-        before = 0.0
-        for pass_, last in enumerate((int(np.argmax(end[: self.forward])), int(np.argmax(end)))):
-            for op in self.timeline.critical_path(last).tolist():
-                if end[op] <= before:
-                    continue
-                found[pass_, PARTS.index("host")] += max(0.0, start[op] - before)
-                share = (end[op] - max(start[op], before)) / (end[op] - start[op])
-                for name, seconds in self.parts[op].items():
-                    found[pass_, PARTS.index(name)] += share * seconds
-                alone = sum(self.parts[op].values())
-                found[pass_, PARTS.index("interference")] += share * max(0.0, end[op] - start[op] - alone)
-                before = end[op]
+        line, found = self.timeline, np.zeros((2, len(PARTS)))
+        last = np.array([np.argmax(line.end_s[: self.forward]), np.argmax(line.end_s)])
+        _along(found, last, line.start_s, line.end_s, line.cause, self.parts, self.alone_s, _HOST, _INTERFERENCE)
         return found
 
 
-def scheduled(program: Program, prices: Prices) -> Simulated:
-    """Simulates a program."""
+@compiled()
+def _along(found, last, start, end, cause, parts, alone, host, interference):  # type: ignore[no-untyped-def]
+    """Adds seconds by cost model along the critical paths that end with two ops, one after the other."""
+    before, path = 0.0, np.empty(len(start), np.int64)
+    for which in range(2):
+        path[0], count = last[which], 1
+        while cause[path[count - 1]] != path[count - 1]:
+            path[count] = cause[path[count - 1]]
+            count += 1
+        for i in range(count - 1, -1, -1):
+            op = path[i]
+            if end[op] > before:
+                found[which, host] += max(0.0, start[op] - before)
+                share = (end[op] - max(start[op], before)) / (end[op] - start[op])
+                for name in range(parts.shape[1]):
+                    found[which, name] += share * parts[op, name]
+                found[which, interference] += share * max(0.0, end[op] - start[op] - alone[op])
+                before = end[op]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A program as a schedule, with what its ops cost. Attention costs what it costs a microbatch, and hosts are as
+    fast as they are: both are said when it is simulated."""
+
+    schedule: Schedule
+    parts: Floats
+    """Seconds by cost model, ``[N, len(PARTS)]``; none of attention."""
+    alone_s: Floats
+    """Their sums, ``[N]``."""
+    attention: Mapping[str, Ints]
+    """Ops that are attention, by pass."""
+    unpressing: Bools
+    """Ops that take nothing from others of their GPU: copies by copy engines, and what the network between nodes
+    paces, ``[N]``."""
+    calls: Ints
+    """Launches of the host, ``[N]``."""
+    launched: Ints
+    """As ops of which stream it launches them: a place in ``STREAMS``, ``[N]``."""
+    forward: int
+    slowdown: Callable[[Sequence[str]], Floats]
+    """Of classes of ops by each other, as ``InterferenceParams.slowdown``."""
+    _pressed: dict[tuple[str, ...], tuple[Int8, Floats]] = field(default_factory=dict)
+    _known: dict[str, Floats] = field(default_factory=dict)
+
+    def seconds(self, attention: tuple[Parts, Parts], launch_s: Launches) -> Floats:
+        """As ``Simulated.seconds``, worked out once; arguments as of ``simulated``."""
+        key = f"{attention} {launch_s}"
+        if key not in self._known:
+            self._known[key] = self.simulated(attention, launch_s).seconds()
+        return self._known[key]
+
+    def simulated(self, attention: tuple[Parts, Parts], launch_s: Launches) -> Simulated:
+        """Simulates it.
+
+        Args:
+            attention: seconds of a layer's attention by cost model, forward and backward.
+            launch_s: of hosts.
+        """
+        parts, alone_s, paced = self.parts, self.alone_s, list[str]()
+        if any(attention):
+            parts, alone_s = parts.copy(), alone_s.copy()
+        for (name, ops), own in zip(self.attention.items(), attention, strict=True):
+            if own:
+                parts[ops], alone_s[ops] = stacked([own]), sum(own.values())
+            if any(map(_is_paced, own)):
+                paced.append(name)
+        pressure, slowdown = self._pressure(tuple(paced))
+        count, none = len(alone_s), np.zeros(0, np.int32)
+        work = Work(
+            duration_s=alone_s,
+            release_s=self._release_s(launch_s),
+            flow_start=np.zeros(count + 1, np.int64),
+            flow_link=none,
+            flow_bytes=np.zeros(0),
+            link_bytes_per_s=np.zeros(0),
+            pressure=pressure,
+            slowdown=slowdown,
+            eager=np.zeros(count, np.bool_),
+        )
+        return Simulated(simulate(self.schedule, work), parts, alone_s, self.forward)
+
+    def _pressure(self, paced: tuple[str, ...]) -> tuple[Int8, Floats]:
+        """Classes of ops, and their slowdown of each other, where attention of these passes is paced, too."""
+        if paced not in self._pressed:
+            nothing = np.zeros(0, np.int64)
+            messages = Messages(nothing, np.zeros(0), nothing, nothing, (np.zeros(0), nothing, nothing))
+            unpressing = self.unpressing.copy()
+            for name in paced:
+                unpressing[self.attention[name]] = True
+            pressure, names = pressures(self.schedule, messages, unpressing)
+            self._pressed[paced] = pressure, self.slowdown(names)
+        return self._pressed[paced]
+
+    def _release_s(self, launch_s: Launches) -> Floats:
+        """When the host has launched every op."""
+        each = np.array([launch_s.get(stream, (0.0, 0.0)) for stream in STREAMS])
+        backward = (np.arange(len(self.calls)) >= self.forward).astype(np.int64)
+        return np.cumsum(self.calls * each[self.launched, backward])
+
+
+def planned(program: Program, prices: Prices) -> Planned:
+    """Plans and prices a program."""
     nodes = [node for node in (*program.forward, *program.backward) if node.what is not None]
-    forward = sum(node.what is not None for node in program.forward)
-    parts = tuple(prices.parts(node) for node in nodes)
-    duration = np.array([sum(each.values()) for each in parts])
-    schedule = _schedule(nodes)
-    quiet = [isinstance(node.what, Copy | HostCopy) for node in nodes]  # copy engines take nothing from SMs
-    paced = np.array([any(name.endswith("between nodes") for name in each) for each in parts], np.bool_) | quiet
-    none = np.zeros(0, np.int64)
-    messages = Messages(none, np.zeros(0), none, none, (np.zeros(0), none, none))
-    pressure, names = pressures(schedule, messages, paced)
-    release = np.cumsum(_launch_seconds(nodes, forward, prices.launch_s))
-    work = Work(
-        duration_s=duration,
-        release_s=release if prices.launch_s else np.zeros(len(nodes)),
-        flow_start=np.zeros(len(nodes) + 1, np.int64),
-        flow_link=np.zeros(0, np.int32),
-        flow_bytes=np.zeros(0),
-        link_bytes_per_s=np.zeros(0),
-        pressure=pressure,
-        slowdown=prices.costs.profile.interference.slowdown(prices.kernel, names),
-        eager=np.zeros(len(nodes), np.bool_),
+    known = dict[tuple[object, str], Parts]()  # layers are alike
+    for node in nodes:
+        if (node.what, node.stream) not in known:
+            known[node.what, node.stream] = prices.parts(node)
+    parts = [known[node.what, node.stream] for node in nodes]
+    quiet = [isinstance(node.what, Copy | HostCopy) for node in nodes]
+    paced = [any(map(_is_paced, each)) for each in parts]
+    whats = {name: [i for i, node in enumerate(nodes) if node.what == name] for name in ("fwd", "bwd")}
+    return Planned(
+        schedule=_schedule(nodes),
+        parts=stacked(parts),
+        alone_s=np.array([sum(each.values()) for each in parts], np.float64),
+        attention={name: np.array(ops, np.int64) for name, ops in whats.items()},
+        unpressing=np.array(quiet, np.bool_) | np.array(paced, np.bool_),
+        calls=np.array([node.calls for node in nodes]),
+        launched=np.array([STREAMS.index(_launched(node)) for node in nodes]),
+        forward=sum(node.what is not None for node in program.forward),
+        slowdown=partial(prices.costs.profile.interference.slowdown, prices.kernel),
     )
-    return Simulated(simulate(schedule, work), parts, forward)
 
 
-def launches_seconds(program: Program, launch_s: Mapping[str, tuple[float, ...]]) -> Floats:
-    """Seconds of all launches of the host, forward and backward, ``[2]``; see ``Prices.launch_s``."""
+def _is_paced(name: str) -> bool:
+    """Whether the network between nodes decides how long what a cost model says takes."""
+    return name.endswith("between nodes")
+
+
+def launches_seconds(program: Program, launch_s: Launches) -> Floats:
+    """Seconds of all launches of the host, forward and backward, ``[2]``."""
+    sides = enumerate((program.forward, program.backward))
     return np.array(
         [
-            sum(_launch_seconds(program.forward, len(program.forward), launch_s)),
-            sum(_launch_seconds(program.backward, 0, launch_s)),
+            sum(n.calls * launch_s.get(_launched(n), (0.0, 0.0))[i] for n in side if n.what is not None)
+            for i, side in sides
         ]
     )
-
-
-def _launch_seconds(nodes: Sequence[Node], forward: float, launch_s: Mapping[str, tuple[float, ...]]) -> list[float]:
-    """Seconds of the launches of every op, the first ``forward`` of which are of the forward pass."""
-    never = (0.0, 0.0)
-    return [
-        node.calls * launch_s.get(_launched(node), never)[i >= forward] * (node.what is not None)
-        for i, node in enumerate(nodes)
-    ]
 
 
 def _launched(node: Node) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpsim.runtime.compiled import compiled
+from cpsim.runtime.compiled import bare, compiled, inlined
 
 OUTSIDE = -1
 """Part of a block whose home is no part: another node, where the parts are the GPUs of one."""
 
 
-@compiled()
+@inlined()
 def cost_of(received, sent, load, cap, price):  # type: ignore[no-untyped-def]
     """What is minimized: squares of bytes, and ``price`` times the squares of loads beyond ``cap``."""
     cost = 0.0
@@ -25,7 +25,7 @@ def cost_of(received, sent, load, cap, price):  # type: ignore[no-untyped-def]
     return cost
 
 
-@compiled()
+@inlined()
 def _count(unit, part, sign, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
     """A part that is not its home begins (+1) or ends (-1) to compute on a unit."""
     received[part] += sign * bytes_in[unit]
@@ -50,7 +50,7 @@ def tally(worker, sides, home, bytes_in, bytes_out, area, num_parts):  # type: i
     return users, received, sent, load
 
 
-@compiled()
+@inlined()
 def _leave(units, count, part, users, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
     """What parts receive and send once a part has ``count`` users fewer of every unit."""
     for unit in units:
@@ -58,7 +58,7 @@ def _leave(units, count, part, users, home, bytes_in, bytes_out, received, sent)
             _count(unit, part, -1, home, bytes_in, bytes_out, received, sent)
 
 
-@compiled()
+@inlined()
 def _enter(units, part, users, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
     """What parts receive and send once a part has users of every unit."""
     for unit in units:
@@ -66,9 +66,10 @@ def _enter(units, part, users, home, bytes_in, bytes_out, received, sent):  # ty
             _count(unit, part, 1, home, bytes_in, bytes_out, received, sent)
 
 
-@compiled()
+@bare()
 def _gather(members, part, worker, sides, chosen, units, count):  # type: ignore[no-untyped-def]
-    """The computation blocks of a bundle that a part has, and their units with how many of them use each."""
+    """The computation blocks of a bundle that a part has, and their units with how many of them use each; returns how
+    many there are of both."""
     size = num_units = 0
     for c in members:
         if worker[c] == part:
@@ -80,10 +81,10 @@ def _gather(members, part, worker, sides, chosen, units, count):  # type: ignore
                     units[num_units] = unit
                     num_units += 1
                 count[unit] += 1
-    return chosen[:size], units[:num_units]
+    return size, num_units
 
 
-@compiled()
+@inlined()
 def _frees(units, count, part, users, home):  # type: ignore[no-untyped-def]
     """Whether a part would need some unit of another part no longer."""
     freed = 0
@@ -92,18 +93,20 @@ def _frees(units, count, part, users, home):  # type: ignore[no-untyped-def]
     return freed > 0
 
 
-@compiled()
+@bare()
 def _best_part(units, count, part, weight, state, room, home, bytes_in, bytes_out, cap, price):  # type: ignore[no-untyped-def]
     """Where some computation of a part costs least, which may be that part."""
     users, received, sent, load = state
     received_left, sent_left, received_then, sent_then = room
     best, least = part, cost_of(received, sent, load, cap, price) * (1 - 1e-9)
-    received_left[:], sent_left[:] = received, sent
+    for p in range(len(load)):
+        received_left[p], sent_left[p] = received[p], sent[p]
     _leave(units, count, part, users, home, bytes_in, bytes_out, received_left, sent_left)
     for to in range(len(load)):
         if to == part:
             continue
-        received_then[:], sent_then[:] = received_left, sent_left
+        for p in range(len(load)):
+            received_then[p], sent_then[p] = received_left[p], sent_left[p]
         _enter(units, to, users, home, bytes_in, bytes_out, received_then, sent_then)
         load[part] -= weight
         load[to] += weight
@@ -145,9 +148,12 @@ def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out
             for part in range(num_parts):
                 if not has[part]:
                     continue
-                chosen, units = _gather(within, part, worker, sides, chosen_room, units_room, count)
+                size, num_units = _gather(within, part, worker, sides, chosen_room, units_room, count)
+                chosen, units = chosen_room[:size], units_room[:num_units]
                 if load[part] > cap or _frees(units, count, part, users, home):
-                    weight = area[chosen].sum()
+                    weight = 0.0
+                    for c in chosen:
+                        weight += area[c]
                     to = _best_part(units, count, part, weight, state, room, home, bytes_in, bytes_out, cap, price)
                     if to != part:
                         _leave(units, count, part, users, home, bytes_in, bytes_out, received, sent)
@@ -157,7 +163,8 @@ def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out
                             users[unit, to] += count[unit]
                         load[part] -= weight
                         load[to] += weight
-                        worker[chosen] = to
+                        for c in chosen:
+                            worker[c] = to
                         has[to] = moved = True
                 for unit in units:
                     count[unit] = 0
@@ -165,7 +172,7 @@ def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out
             break
 
 
-@compiled()
+@inlined()
 def _change_home(x, to, home, users, row_start, key, nbytes, area, received, sent, load):  # type: ignore[no-untyped-def]
     """A token block and the computation of its queries go to another part."""
     was = home[x]
@@ -219,7 +226,6 @@ def swap_homes(home, slot, held, most, tokens, row_start, key, nbytes, area, cap
                 received[part] += nbytes[j]
                 if home[j] != OUTSIDE:
                     sent[home[j]] += nbytes[j]
-    counts = (home, users, row_start, key, nbytes, area, received, sent, load)
     cost = cost_of(received, sent, load, cap, price)
     best, best_home, best_slot, best_held = cost, home.copy(), slot.copy(), held.copy()
     for trial in range(len(pairs)):
@@ -228,8 +234,8 @@ def swap_homes(home, slot, held, most, tokens, row_start, key, nbytes, area, cap
         at_x, at_y = held[slot[x]] - more, held[slot[y]] + more
         if a == b or min(at_x, at_y) < fewest or max(at_x, at_y) > fewest + most:
             continue
-        _change_home(x, b, *counts)
-        _change_home(y, a, *counts)
+        _change_home(x, b, home, users, row_start, key, nbytes, area, received, sent, load)
+        _change_home(y, a, home, users, row_start, key, nbytes, area, received, sent, load)
         found = cost_of(received, sent, load, cap, price)
         heat = best * 10.0 ** (-2 - 3 * trial / len(pairs))
         if found - cost <= -heat * np.log(luck[trial]):
@@ -240,6 +246,6 @@ def swap_homes(home, slot, held, most, tokens, row_start, key, nbytes, area, cap
                 best = cost
                 best_home[:], best_slot[:], best_held[:] = home, slot, held
         else:
-            _change_home(y, b, *counts)
-            _change_home(x, a, *counts)
+            _change_home(y, b, home, users, row_start, key, nbytes, area, received, sent, load)
+            _change_home(x, a, home, users, row_start, key, nbytes, area, received, sent, load)
     home[:], slot[:], held[:] = best_home, best_slot, best_held

@@ -72,12 +72,13 @@ def edges_of(level: Level) -> tuple[list[list[int]], list[int]]:
     members = [np.repeat(np.arange(num_data), level.nets_of_data().shape[1])]
     members += [np.repeat(num_data + np.arange(len(level.chosen)), 2)]
     nets = np.concatenate([level.nets_of_data().ravel(), level.nets.ravel()])
-    vertices = np.concatenate(members)[np.argsort(nets, kind="stable")]
+    vertices = np.concatenate(members)[np.argsort(nets, kind="stable")].tolist()
     sizes = np.bincount(nets, minlength=len(level.net_bytes))
-    groups = np.split(vertices, np.cumsum(sizes)[:-1])
+    end = np.cumsum(sizes)
     weight = np.maximum(1, level.net_bytes * HEAVIEST_NET // level.net_bytes.max())
     kept = np.flatnonzero(sizes > 1)
-    return [groups[net].tolist() for net in kept.tolist()], weight[kept].tolist()
+    bounds = zip((end - sizes)[kept].tolist(), end[kept].tolist(), strict=True)
+    return [vertices[low:high] for low, high in bounds], weight[kept].tolist()
 
 
 def split(level: Level, labels: list[int]) -> Parts:

@@ -41,8 +41,8 @@ COUNTED = (
 )
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
 SIGN = (
-    "USP's grids, 69 rows, are 14 % too fast, Megatron-Bridge's experts in bf16, whose hosts wait for counts of tokens, "
-    "a quarter; dense steps are 1.3 % too fast"
+    "USP's grids (69 rows) are 14 % too fast, and so are Megatron-Bridge's experts in bf16 (26), whose hosts wait for "
+    "counts of tokens; dense steps (136) have no sign"
 )
 SHORT_GRIDS = "rows of 32,768 tokens, a sixth of those of 131,072, are predicted at less than half: open"
 ONE_OF_A_KIND = "the one RoCE cluster with small sizes, left out, and two A3 High that differ by 1.4 from each other"

@@ -61,7 +61,7 @@ def test_bytes_over_the_host_link_have_a_closed_form(chunks, ranks):
     """With n chunks of a causal mask, in bytes of a chunk of a rank's heads: forward, all that arrives or is made
     leaves, and n (n - 1) / 2 - 1 chunks of keys return. Backward, keys return once, queries and outputs for all of
     n (n + 1) / 2 pairs but the last 3 (of two chunks: the last), and dO and fp32 dQ for those of them that are not
-    the first of their queries."""
+    the first of their queries; dO leaves where it returns."""
     case = workload("causal", "one", "mha", head_dim=16)
     q = case.num_tokens // chunks * case.num_heads // ranks * case.head_dim * 2
     kv, out = 2 * q, q + case.num_tokens // chunks * case.num_heads // ranks * 4
@@ -71,7 +71,7 @@ def test_bytes_over_the_host_link_have_a_closed_form(chunks, ranks):
     there, back = over_link(ulysses(case, ranks, "bwd", token_chunks=chunks))
     turns = chunks * (chunks + 1) // 2 - (1 if chunks == 2 else 3)
     again = turns - chunks
-    assert there.tolist() == [(chunks - 1) * q + again * 2 * q] * ranks
+    assert there.tolist() == [(chunks - 1) * q * (again > 0) + again * 2 * q] * ranks
     assert back.tolist() == [chunks * kv + turns * (q + out) + again * 3 * q] * ranks
 
 

@@ -220,6 +220,8 @@ def test_any_buffer_a_third_smaller_is_too_small(name, knobs, pass_):
         roomy = {"kv in order", "dkv of tasks", "dkv sum"}
     if name == "mesh":  # sums are updated in parts
         roomy = {"dkv sum"}
+    if "token_chunks" in knobs:  # sums hold two types
+        roomy = {"out of chunk", "dq sum", "dkv sum"}
     for b in written.tolist():
         if b in two_types or schedule.buffer_names[schedule.buffer_name[b]] in roomy:
             continue  # accumulators hold two types, partial results only tails on some ranks

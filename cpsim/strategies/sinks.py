@@ -110,7 +110,8 @@ class _Sinks:
     def _joins(self) -> list[_Join]:
         """Outputs in the order in which they become complete."""
         s, found = self.dense, list[_Join]()
-        whole = {b: k for b, k in s.outputs.tolist() if self.tensor[k] == "out"}
+        copies = s.on_host()
+        whole = {b: k for b, k in s.outputs.tolist() if self.tensor[k] == "out" and not copies[b]}
         made, read = dict[int, tuple[int, int]](), dict[int, list[int]]()
 
         def close(buffer: int) -> None:

@@ -239,6 +239,11 @@ class _Chunks:
             Kind.COPY, stream, step, nbytes=self.moved(tensor), reads=[(source, block)], writes=[(target, block)]
         )
 
+    def stay(self, tensor: str) -> None:
+        """A tensor is in the host's memory after the last op."""
+        for chunk in range(self.chunks):
+            self.b.output(self.host(tensor, chunk).buffers, self.of_heads(tensor, chunk))
+
     def bring(self, tensor: str, chunk: int, own: _Slot, packed: _Slot, there: _Slot) -> None:
         """A chunk to the ranks of its heads: its pieces are ordered by rank and exchanged."""
         piece, nbytes = [self.of_own(tensor, chunk)], self.nbytes(tensor)
@@ -323,6 +328,8 @@ class _Chunks:
             if chunk:
                 self.arrive("o", chunk - 1, returned[(chunk - 1) % len(returned)], home)
         self.arrive("o", self.chunks - 1, returned[(self.chunks - 1) % len(returned)], home)
+        for tensor in ("q", "kv", "out"):
+            self.stay(tensor)
         return self.b.build()
 
     def attend(
@@ -356,7 +363,9 @@ class _Chunks:
         total = {t: self.slots(f"{t} sum", self.wide(t)) for t in results}
         part = {t: self.x.slot(f"{t} of two chunks", self.nbytes(t)) for t in results}
         back = {t: _Back(self, t, results[t]) for t in results}
-        for turn in self.turns(len(here["q"])):
+        turns = list(self.turns(len(here["q"])))
+        returning = {turn.queries for turn in turns if turn.fetched and not turn.first}
+        for turn in turns:
             keys, queries, at = turn.keys, turn.queries, turn.at
             at_keys = keys % len(here["kv"])
             if turn.begins:
@@ -366,7 +375,7 @@ class _Chunks:
                 self.fetch(tensor, queries, keys, (total if tensor == "dq" else here)[tensor][at])
             if turn.first:
                 self.bring("dout", queries, given, packed[queries % len(packed)], here["dout"][at])
-                if turn.again:
+                if queries in returning:
                     self.save("dout", queries, keys, here["dout"][at])
             reads = [(here[t][at], [self.of_heads(t, queries)]) for t in ("q", "out", "dout")]
             reads.append((here["kv"][at_keys], [self.of_heads("kv", keys)]))

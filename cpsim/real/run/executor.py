@@ -136,11 +136,12 @@ class Executor:
                 self.tensors.lse[buffer].copy_(expected[self.schedule.tokens(rows)])
 
     def results(self) -> Iterator[tuple[str, Ints, slice, Tensor]]:
-        """Every output block: tensor, tokens, heads and values ``[tokens, heads, width]`` as in `load`; of gradients of
-        sinks one row for all tokens."""
+        """Every output block on the GPU: tensor, tokens, heads and values ``[tokens, heads, width]`` as in `load`; of
+        gradients of sinks one row for all tokens."""
         s, num_tokens = self.schedule, self.workload.num_tokens // self.workload.head_groups
+        waits = s.on_host()
         for buffer, block in s.outputs.tolist():
-            if s.buffer_rank[buffer] != self.node.rank:
+            if s.buffer_rank[buffer] != self.node.rank or waits[buffer]:
                 continue
             tensor, rows, head, count = self.tensors.places.block(block)
             if tensor == "dsink":

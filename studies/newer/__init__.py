@@ -1,0 +1,1 @@
+"""Strategies and masks of later papers, predicted before they ran."""

@@ -762,7 +762,14 @@ def test_the_first_screen_holds_the_answer_and_the_top_of_the_ranking(page, widt
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-A_STEP = {"task": controls.STEP, "gpus": 16, "cluster": "dgx-h100", "model": "llama3.2-1b", "context": "16k"}
+A_STEP = {
+    "task": controls.STEP,
+    "gpus": 16,
+    "cluster": "dgx-h100",
+    "model": "llama3.2-1b",
+    "context": "16k",
+    "sequences": 32,
+}
 BEGIN = {"gpus": 96, "tokens_per_gpu": 8192, "documents": "one document", "mask": "causal"}
 TYPED = [
     ("tokens_per_gpu", 4096),

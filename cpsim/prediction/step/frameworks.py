@@ -852,7 +852,7 @@ ADAM_AND_COPY: Final = 7 * FP32 + FP32 + BF16
 (megatron/core/optimizer/optimizer.py)."""
 MEGATRON: Final = Framework(
     name="megatron",
-    source="Megatron-Core 0.12 with Transformer Engine 2.4",
+    source="Megatron-Core 0.16 with Transformer Engine 2.13",
     sharding="zero1",
     shardings=("none", "zero1"),
     layer=megatron_layer,

@@ -677,7 +677,7 @@ def test_downloads_are_the_view_s_data_and_a_scenario_that_predicts_the_same(pag
 @needs_chromium
 def test_what_was_left_out_is_offered_planned_in_the_background_and_in_the_link(page):
     page.open(**(CASE | {"gpus": 16, "tokens_per_gpu": 8192}), documents="one document")
-    assert "not tried" in page.text("below")
+    assert "Not tried" in page.text("below")
     page.find("[data-strategy=dcp]").click()
     page.said()
     assert page.link["strategy"] == "dcp"

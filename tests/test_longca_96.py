@@ -132,6 +132,6 @@ def test_the_command_prints_tables_and_writes_lines_and_a_page(study, tmp_path, 
 @pytest.mark.slow
 def test_the_page_has_a_figure_for_every_mask_and_every_finding(study):
     page = study_html(study)
-    assert all(f'id="mask-{mask}"' in page for mask in PLAIN_MASKS)
+    assert all(f'id="plot-mask-{mask}"' in page for mask in PLAIN_MASKS)
     assert page.count("<tr>") > 18 + 8 * 7
     assert study_view(study).renderables

@@ -107,9 +107,9 @@ def test_strategies_are_ordered_as_published():
 @pytest.mark.slow
 def test_the_network_of_the_preset_is_what_the_fit_finds():
     """From rows of 8 and 16 GPUs alone; it also agrees with 39.7 GB/s, measured on another cluster (dgx-h200)."""
-    fabric = load_cluster("magi-h100").fabric
-    assert fit() == pytest.approx(fabric.nic_bandwidth_bytes_per_s, rel=0.02)
-    assert fabric.nic_bandwidth_bytes_per_s == pytest.approx(39.7e9, rel=0.02)
+    rate = load_cluster("magi-h100").fabric.nic_bandwidth_bytes_per_s
+    assert rate == pytest.approx(39.7e9, rel=0.02)
+    check("magi-h100, NIC, fit over preset", fit() / rate - 1)
 
 
 def test_tau_counts_pairs_and_leaves_out_those_that_cannot_be_told_apart():

@@ -19,6 +19,10 @@ SIGMA_LOG: Final = (0.15, 0.3)
 """Of collectives and flows, where no transport says it: as of `dgx-h100`."""
 
 
+HIGHEST: Final = 1e16
+"""Bytes per second."""
+
+
 def filled(data: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """A cluster's fields, short ways of writing written out, and a fabric's defaults, which say what they are.
 
@@ -97,7 +101,7 @@ def _filled_fabric(fabric: dict[str, Any], gpus_per_node: object) -> dict[str, A
         "flow_sigma_log": known.flow_sigma_log if known else SIGMA_LOG[1],
         "grade": "data sheet",
     }
-    if isinstance(rate, int | float):
+    if isinstance(rate, int | float) and abs(rate) <= HIGHEST:  # others are refused with the rest
         defaults["flow_bandwidth_bytes_per_s"] = rate * (known.flow_share if known else FLOW_SHARE)
     missing = {name: value for name, value in defaults.items() if name not in fabric}
     taken += [

@@ -69,8 +69,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     del frame
-    if sys.stderr and sys.stderr.isatty():  # which a progress bar may have without a cursor
-        os.write(sys.stderr.fileno(), _SHOW_CURSOR)
+    terminal = sys.__stderr__  # a progress bar, which may have left it without a cursor, stands in for sys.stderr
+    if terminal and terminal.isatty():
+        os.write(terminal.fileno(), _SHOW_CURSOR)
     for worker in getattr(sys.modules.get("multiprocessing"), "active_children", list)():
         worker.kill()
     os._exit(128 + number)

@@ -244,10 +244,6 @@ def _as_whole(problem: Mapping[str, Any]) -> str:
     return f"; write {int(value)}" if whole and problem["type"] == "int_type" else ""
 
 
-EXPLAINED: Final = 5
-"""Problems that a message tells."""
-
-
 def explain(error: ValidationError, fields: Iterable[str]) -> str:
     """The first problem of a validation in one line: field, expected, got, how to mend it.
 
@@ -262,10 +258,8 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
 
 
 def explain_all(error: ValidationError, fields: Iterable[str]) -> str:
-    """The problems of a validation in one line, of many the first; arguments as of ``explain``."""
-    problems = _problems(error)
-    more = f"; and {len(problems) - EXPLAINED} more" if len(problems) > EXPLAINED else ""
-    return "; ".join(_in_words(problem, fields) for problem in problems[:EXPLAINED]) + more
+    """Every problem of a validation in one line; arguments as of ``explain``."""
+    return "; ".join(_in_words(problem, fields) for problem in _problems(error))
 
 
 def _problems(error: ValidationError) -> list[ErrorDetails]:

@@ -18,7 +18,7 @@ Rules = dict[str, Bounds]
 """Lowest and highest value of numbers whose place in a file matches a pattern as a whole."""
 
 LINE = 400
-"""Characters of a message at most."""
+"""Characters of a message at most, or of each problem of several."""
 MACHINE_RATE: Bounds = (1e5, 1e16)
 """Bytes/s: what machines have is a thousand times better and worse."""
 
@@ -247,7 +247,7 @@ def wrong(answer: Answer, *, many: bool, most_tflops: float) -> str:
     for line in lines:
         if not line.isprintable():
             return f"control characters on stderr: {line!r}"
-        if len(line) > LINE:
+        if max(map(len, line.split("; "))) > LINE:  # a cluster's file is told all its problems at once
             return f"a message of {len(line)} characters: {line}"
         if re.search("Traceback|internal error|fits? into this machine's memory", line):
             return line

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cpsim.prediction.question import Question
     from cpsim.prediction.results import Advice, Infeasible, Prediction
     from cpsim.prediction.runs import Run
+    from cpsim.prediction.step_advice import Refused
 
     Results = list[Prediction | Infeasible | CpsimError]
 
@@ -292,10 +293,15 @@ def _advise_attention(scenario: Scenario, as_json: bool, html: Path | None, runs
     if html:
         _write_report(html, advice, measured)
     if not advice.candidates:
-        code = exit_code([one.kind for one in advice.infeasible])
-        if code == 2 and advice.infeasible:
-            say("cpsim: advise: nothing was predicted; the answer says of each strategy why")
-        raise typer.Exit(code)
+        _end_without(advice.infeasible, "nothing was predicted; the answer says of each strategy why")
+
+
+def _end_without(refused: Sequence[Infeasible | Refused], why: str) -> NoReturn:
+    """Ends a command that could answer nothing; says why where its exit code does not."""
+    code = exit_code([reason.kind for reason in refused])
+    if code == USER_ERROR:
+        say(f"cpsim: advise: {why}")
+    raise typer.Exit(code)
 
 
 def _write_report(html: Path, advice: Advice, measured: list[Run]) -> None:
@@ -321,6 +327,7 @@ def _advise_step(question: Question, tokens: int, price: float | None, as_json: 
     from cpsim.prediction.predict import predict_many
     from cpsim.prediction.step_advice import advise_step
     from cpsim.report.answer import Answer, answer_record, answer_view
+    from cpsim.report.steps import no_degrees
 
     with progress_bar("Cutting the step") as progress:
         advice = advise_step(question.scenario, progress)
@@ -336,7 +343,8 @@ def _advise_step(question: Question, tokens: int, price: float | None, as_json: 
         write_step_report(html, advice)
         say(f"Report written to {html}")
     if not advice.candidates:
-        raise typer.Exit(exit_code([one.kind for one in advice.refused]))
+        each = "nothing was predicted; the answer says of each way to cut it why"
+        _end_without(advice.refused, each if advice.refused else no_degrees(advice))
 
 
 def explore(

@@ -52,11 +52,16 @@ def step_recommendation(advice: StepAdvice, brief: bool = False) -> str:
             f"would take {seconds_text(best.step.time_s)} s a step."
         )
     if not advice.refused:
-        return (
-            f"No degrees of {advice.scenario.gpus} GPUs give every replica whole sequences; use more tokens, a shorter "
-            "context or other degrees."
-        )
+        return f"{no_degrees(advice)}."
     return f"No way to cut this step can run: {len(advice.refused)} tried, each with its reason below."
+
+
+def no_degrees(advice: StepAdvice) -> str:
+    """Why there was nothing to try."""
+    return (
+        f"No degrees of {advice.scenario.gpus} GPUs give every replica whole sequences; use more tokens, a shorter "
+        "context or other degrees"
+    )
 
 
 def _run(best: StepCandidate, advice: StepAdvice, brief: bool) -> str:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
-from cpsim.errors import InfeasibleError, ScenarioError, check_name
+from cpsim.errors import InfeasibleError, ScenarioError, shown
 from cpsim.schedule.builder import followed_by
 from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
@@ -90,7 +90,8 @@ def plan(
         ScenarioError: there is no such strategy, or it does not have one of the knobs.
         InfeasibleError: it cannot run this case.
     """
-    check_name("strategy", name, STRATEGIES)
+    if name not in STRATEGIES:
+        raise ScenarioError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {shown(name)}")
     planner = STRATEGIES[name].plan
     known = _knobs_of(planner)
     for knob in knobs:

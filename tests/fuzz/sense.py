@@ -229,18 +229,19 @@ REFUSED = (3, 4, 5)
 """Exit codes of cases that cannot run, were not measured, or do not fit."""
 
 
-def wrong(answer: Answer, *, many: bool, most_tflops: float) -> str:
+def wrong(answer: Answer, *, many: bool, most_tflops: float, most_bytes: float = NBYTES) -> str:
     """What is wrong with an answer; empty where nothing is.
 
     Args:
         answer: of a command with ``--json``.
         many: whether it was asked several things, each of which may have a line on stderr.
         most_tflops: what a GPU may be said to reach.
+        most_bytes: memory that it may need.
     """
     lines = answer.err.splitlines()
     if answer.status not in (0, 2, *REFUSED):
         return f"exit code {answer.status}"
-    if answer.nbytes > NBYTES:
+    if answer.nbytes > most_bytes:
         return f"{answer.nbytes / 1e9:.1f} GB of memory"
     if answer.status == 2 and (not lines or (len(lines) > 1 and not many)):
         return f"{len(lines)} lines on stderr"

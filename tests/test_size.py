@@ -73,6 +73,15 @@ def test_one_setting_that_is_too_large_is_no_candidate_and_loses_no_other():
     assert "too large to predict" in found.reason
 
 
+def test_code_of_others_is_simulated_rank_by_rank():
+    asked = {"gpus": 8192, "tokens_per_gpu": 2048, "strategy": "usp", "knobs": {"ulysses": 2}, "kernel": "fa2"}
+    large = FIELDS | asked | {"mask": "causal"}
+    assert size_of(scenario_from(large), load_cluster("dgx-h200")).seconds < 10
+    found = evaluate(scenario_from(large | {"implementation": "yunchang"}))
+    assert isinstance(found, Infeasible)
+    assert "too large to predict" in found.reason
+
+
 def test_a_user_may_insist(monkeypatch):
     asked = FIELDS | {"mask": {"name": "block_sparse", "block": 1}, "kernel": "flex", "gpus": 4, "tokens_per_gpu": 1024}
     monkeypatch.setattr("cpsim.prediction.size.MOST_S", 0.1)

@@ -19,6 +19,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.masks.names import MASK_NAMES
 from cpsim.models.attention.kernels import KERNELS
 from cpsim.runtime.limits import FORCE
+from cpsim.strategies.others import CPSIM
 
 MOST_S: Final = 240.0
 MOST_BYTES: Final = 12e9
@@ -101,7 +102,7 @@ def _pairs(scenario: Scenario, cluster: Cluster) -> int:
         return gpus
     if strategy in SPARSE:
         return gpus * 8
-    places, rows = gpus, gpus
+    places, rows, ours = gpus, gpus, scenario.implementation == CPSIM.name
     if strategy == "mesh":
         keys, heads = knobs.get("keys"), knobs.get("heads_per_gather")
         row = gpus // keys if isinstance(keys, int) and 0 < keys <= gpus else isqrt(gpus)
@@ -110,9 +111,9 @@ def _pairs(scenario: Scenario, cluster: Cluster) -> int:
         given = knobs.get("ulysses")
         degree = given if isinstance(given, int) and given > 0 else min(scenario.heads, cluster.gpus_per_node, gpus)
         places = max(1, gpus // degree)
-        if gpus > DRAWN_GPUS and knobs.get("placement", "head_first") == "head_first":
+        if ours and gpus > DRAWN_GPUS and knobs.get("placement", "head_first") == "head_first":
             rows = places
-    one = scenario.documents is None and scenario.mask_name in ("full", "causal")
+    one = ours and scenario.documents is None and scenario.mask_name in ("full", "causal")
     if one and (strategy in RINGS or (strategy == "usp" and rows < gpus)):
         return min(places, MOST_PLACES) * min(rows, MOST_PLACES)
     return rows * places

@@ -20,10 +20,6 @@ NBYTES = 10**9 - 25 * 10**7
 """Memory that a command may need beyond that of an interpreter which has loaded everything: 1 GB with it."""
 
 
-MAPPED = 4 * 10**9
-"""Memory that a command may ask for [bytes], used or not."""
-
-
 class Hang(BaseException):
     """A command that does not end; nothing of cpsim's catches it."""
 
@@ -39,13 +35,13 @@ class Answer:
     """Memory that it needed beyond what was there before."""
 
 
-def call(arguments: Sequence[str], *, limited: bool = True, seconds: float = SECONDS) -> Answer:
+def call(arguments: Sequence[str], *, limited: bool = True) -> Answer:
     """Runs a command, within limits or not. What is not a `SystemExit` leaves this function, as it would end with a
     traceback."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", newline="")
     status: object = None
-    before, limits = _forget_peak(), _limits(seconds) if limited else nullcontext()
+    before, limits = _forget_peak(), _limits() if limited else nullcontext()
     with mock.patch.object(sys, "argv", ["cpsim", *arguments]), redirect_stdout(out), redirect_stderr(err), limits:
         try:
             main()
@@ -60,16 +56,16 @@ def call(arguments: Sequence[str], *, limited: bool = True, seconds: float = SEC
 
 
 @contextmanager
-def _limits(seconds: float) -> Iterator[None]:
+def _limits() -> Iterator[None]:
     def stop(*_: object) -> None:
-        raise Hang(f"more than {seconds:.0f} s")
+        raise Hang(f"more than {SECONDS} s")
 
     before = {name: signal.signal(name, stop) for name in (signal.SIGPROF, signal.SIGALRM)}
     memory = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + MAPPED, memory[1]))
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
-    faulthandler.dump_traceback_later(12 * seconds, exit=True, file=sys.__stderr__)  # compiled code hears no signals
+    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + 4 * 10**9, memory[1]))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 10 * SECONDS)
+    faulthandler.dump_traceback_later(12 * SECONDS, exit=True, file=sys.__stderr__)  # compiled code hears no signals
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ Rules = dict[str, Bounds]
 """Lowest and highest value of numbers whose place in a file matches a pattern as a whole."""
 
 LINE = 400
-"""Characters of a message at most, or of each problem of several."""
+"""Characters of a message at most."""
 MACHINE_RATE: Bounds = (1e5, 1e16)
 """Bytes/s: what machines have is a thousand times better and worse."""
 
@@ -229,26 +229,25 @@ REFUSED = (3, 4, 5)
 """Exit codes of cases that cannot run, were not measured, or do not fit."""
 
 
-def wrong(answer: Answer, *, many: bool, most_tflops: float, most_bytes: float = NBYTES) -> str:
+def wrong(answer: Answer, *, many: bool, most_tflops: float) -> str:
     """What is wrong with an answer; empty where nothing is.
 
     Args:
         answer: of a command with ``--json``.
         many: whether it was asked several things, each of which may have a line on stderr.
         most_tflops: what a GPU may be said to reach.
-        most_bytes: memory that it may need.
     """
     lines = answer.err.splitlines()
     if answer.status not in (0, 2, *REFUSED):
         return f"exit code {answer.status}"
-    if answer.nbytes > most_bytes:
+    if answer.nbytes > NBYTES:
         return f"{answer.nbytes / 1e9:.1f} GB of memory"
     if answer.status == 2 and (not lines or (len(lines) > 1 and not many)):
         return f"{len(lines)} lines on stderr"
     for line in lines:
         if not line.isprintable():
             return f"control characters on stderr: {line!r}"
-        if max(map(len, line.split("; "))) > LINE:  # a cluster's file is told all its problems at once
+        if len(line) > LINE:
             return f"a message of {len(line)} characters: {line}"
         if re.search("Traceback|internal error|fits? into this machine's memory", line):
             return line

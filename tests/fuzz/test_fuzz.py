@@ -16,17 +16,12 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-from calls import MAPPED, NBYTES, SECONDS, Answer, Hang, call
+from calls import Answer, Hang, call
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from kinds import KINDS, OPTIONS, RING, SIZES, Kind
 from mutations import YAML_NUMBERS, as_lines, damaged, enlarged, mutated, reworded
 from sense import wrong
-
-from cpsim.case.load import as_scenario
-from cpsim.case.resolve import cluster_of
-from cpsim.errors import CpsimError
-from cpsim.prediction.size import MOST_BYTES, MOST_S, Size, size_of
 
 HOURS = float(os.environ.get("CPSIM_FUZZ_HOURS", "0"))
 PROPERTIES = 2 * (len(KINDS) + 3)
@@ -138,19 +133,11 @@ def check(kind: Kind, example: Broken) -> None:
     assert not (example.why and answer.status == 0), f"accepted: {example.why}, {example.mistakes}"
 
 
-def checked(
-    command: list[str],
-    mistakes: list[str],
-    *,
-    many: bool = False,
-    most_tflops: float = 2300,
-    most_bytes: float = NBYTES,
-    seconds: float = SECONDS,
-) -> Answer:
+def checked(command: list[str], mistakes: list[str], *, many: bool = False, most_tflops: float = 2300) -> Answer:
     """The answer to a command; errors name it and the mistakes that were made in its files."""
     try:
-        answer = call(command, seconds=seconds)
-        found = wrong(answer, many=many, most_tflops=most_tflops, most_bytes=most_bytes)
+        answer = call(command)
+        found = wrong(answer, many=many, most_tflops=most_tflops)
         assert not found, found
     except (Exception, Hang) as error:
         error.add_note(f"cpsim {' '.join(command)} in {os.getcwd()}: {'; '.join(mistakes)}")
@@ -253,21 +240,7 @@ def check_large(rng: Random) -> None:
     tree, mistakes = enlarged(rng, rng.choice(KINDS["scenario"].seeds))
     with open(name := f"{next(NUMBERS)}.json", "w") as file:
         json.dump(tree, file)
-    command = rng.choice(["predict", "predict", "advise"])
-    size = expected(tree) if command == "predict" else Size(MOST_S, MAPPED)  # of many strategies
-    if MAPPED < size.nbytes <= MOST_BYTES:  # cpsim would try, which takes more than a test has
-        return
-    seconds = max(SECONDS, min(size.seconds, MOST_S))
-    checked([command, name, "--json"], mistakes, most_bytes=max(NBYTES, size.nbytes), seconds=seconds)
-
-
-def expected(tree: dict[str, object]) -> Size:
-    """What cpsim says that the prediction of a scenario takes; nothing where it cannot be read."""
-    try:
-        scenario = as_scenario(tree)
-        return size_of(scenario, cluster_of(scenario))
-    except CpsimError:
-        return Size(0.0, 0.0)
+    checked([rng.choice(["predict", "predict", "advise"]), name, "--json"], mistakes)
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(300, marks=pytest.mark.slow)])

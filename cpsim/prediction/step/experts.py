@@ -7,15 +7,16 @@ copies before and sum and scatter them after. Every expert gets as many tokens a
 Reference: Lepikhin et al., "GShard" (2020), section 2.2 (top-k routing, all-to-all); Megatron-Core 0.12,
 transformer/moe: router.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher: order of permutations and collectives;
 results are weighted where they arrive, so that they are kept), experts.py (TEGroupedMLP: products of one expert after
-the other). By default nothing runs beside the all-to-alls.
-Differs: counts of tokens that ranks tell each other, and waits of the host for them, are left out; permutations are
-fused, as its example for Mixtral has them, which is not the default.
+the other). By default nothing runs beside the all-to-alls. Hosts read how many tokens each expert gets before they
+launch what sends them (MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize).
+Differs: counts of tokens that ranks tell each other are left out; permutations are fused, as its example for Mixtral
+has them, which is not the default.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from cpsim.case.model import Model
@@ -88,12 +89,13 @@ class Experts:
         rows, there = self._there("sent")
         returned, back = self._back(self._each("expert down"))
         router = Gemm("forward", self.shard, self.model.experts, self.model.hidden)
+        first, *others = (*there, *self._products("forward", "gate_up", rows, "expert gate up"))
         return (
             Node(router, ("h norm", "weights"), {"router": BF16 * scores}),
             Node(ElementwisePass("copy", (BF16 + FP32) * scores), ("router",), {"probs": FP32 * scores}),
             Node(ElementwisePass("copy", 2 * self.sent_bytes), ("h norm", "probs"), {"sent": self.sent_bytes}),
-            *there,
-            *self._products("forward", "gate_up", rows, "expert gate up"),
+            replace(first, awaits=("probs",)),
+            *others,
             self._swiglu("swiglu", self._each("expert gate up"), "expert swiglu", self.inner),
             *self._products("forward", "down", "expert swiglu", "expert down"),
             *back,

@@ -559,14 +559,20 @@ class StepModel:
         layers, plain = self.layers[chunk], not (self.sharded or self._hosts_count or self.offload)
         attention: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
 
-        def seconds(count: int, prompt: bool = False) -> Floats:
+        def seconds(count: int, prompt: bool = False, ahead_s: float = 0.0) -> Floats:
             launch_s = {} if prompt else self._launches(tokens)
-            return self._planned(tokens, chunk, count).seconds(attention, launch_s)
+            return self._planned(tokens, chunk, count).seconds(attention, launch_s, ahead_s)
+
+        def ahead(count: int) -> Floats:
+            one = self._planned(tokens, chunk, count).simulated(attention, self._launches(tokens))
+            return np.array(one.ahead_s)
 
         found = of_layers(seconds, layers)
         host = PARTS.index("host")
         late = float(found[:, host].sum())
-        if late and self._hosts_run_on:
+        if late and self._hosts_run_on and self._planned(tokens, chunk, 1).awaits:
+            found = of_layers(partial(seconds, ahead_s=float(of_layers(ahead, layers))), layers)
+        elif late and self._hosts_run_on:
             prompt_s = float(of_layers(partial(seconds, prompt=True), layers).sum())
             spare = float(found.sum()) - max(prompt_s, self._launched_seconds(tokens, chunk))
             found = found.copy()
@@ -583,7 +589,8 @@ class StepModel:
 
         With several microbatches it launches the next pass while a GPU still has work of the last one, so that both
         passes together take what they take the GPU or the host. Not in a pipeline that is not interleaved: hosts wait
-        there for what stages send (megatron/core/pipeline_parallel/p2p_communication.py, ``batch_p2p_sync``).
+        there for what stages send (megatron/core/pipeline_parallel/p2p_communication.py, ``batch_p2p_sync``). Where a
+        layer has hosts wait, they begin a pass as far ahead of the GPU as they ended the one before.
         """
         return self.parallel.microbatches > 1 and (self.parallel.pp == 1 or self.parallel.virtual_pp > 1)
 

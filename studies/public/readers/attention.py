@@ -15,8 +15,8 @@ RINGS: Final = ("basic", "zigzag")
 ALONE: Final = {"basic": "ring", "zigzag": "zigzag_ring", "stripe": "striped_ring"}
 """Without them."""
 MISPRINTED: Final = (
-    "heads of 128 where the picture says 32: Ulysses takes 10.9 ms there; its rows of 131,072 tokens would be 11.9 with "
-    "as many heads of 128 and a sixteenth of the pairs, and 3.9 with heads of 32"
+    "heads of 128 where the picture says 32: Ulysses takes 10.9 ms there; its rows of 131,072 tokens would be 11.9 "
+    "with as many heads of 128 and a sixteenth of the pairs, and 3.9 with heads of 32"
 )
 """47.65 ms of 8 heads of 128 times 4 / 16, and 62.8 ms of 32 heads of 32 / 16."""
 

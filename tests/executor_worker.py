@@ -44,13 +44,10 @@ def problems(num_ranks):
     for i, (mask, documents) in enumerate((("causal", "one"), ("causal_document", "uneven"), (BLIND_MASK, "uneven"))):
         problem = workload(mask, documents, "mha" if i else "gqa", dtype="fp64", sinks=True)
         yield f"{mask} {documents} with sinks", problem, ALL_STRATEGIES
-    for i, (mask, documents) in enumerate((("causal", "one"), ("causal_document", "uneven"), (BLIND_MASK, "uneven"))):
-        problem = workload(mask, documents, "mha" if i else "gqa", dtype="fp64", value_dim=(2, 6, 12)[i])
-        yield (
-            f"{mask} {documents} values {problem.values}",
-            problem,
-            [one for one in ALL_STRATEGIES if one[0] in ANY_VALUES],
-        )
+    sized = [(name, knobs) for name, knobs in ALL_STRATEGIES if name in ANY_VALUES]
+    for mask, values, heads in (("causal", 2, "gqa"), ("causal_document", 6, "mha"), (BLIND_MASK, 12, "mha")):
+        problem = workload(mask, "uneven", heads, dtype="fp64", value_dim=values)
+        yield f"{mask} {heads} values of {values}", problem, sized
     rings = [(name, knobs) for name, knobs in ALL_STRATEGIES if "ring" in name or name == "hybrid_cp"]
     for documents in ((49,), (11,), (1, 20, 2, 32)):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings

@@ -202,8 +202,9 @@ class Lowering:
             self.made_by |= {buffer: maker for buffer, maker in made.items() if maker is not None}
 
     def _new_lse(self, heads: int, tokens: int, *, on_host: bool = False) -> Tensor:
-        nothing = {"dtype": self.x.wide.dtype, "device": "cpu" if on_host else self.device}
-        return torch.full((heads, tokens), float("-inf"), **nothing, pin_memory=on_host and self.x.node.cuda)
+        device, pinned = torch.device("cpu") if on_host else self.device, on_host and self.x.node.cuda
+        dtype = self.x.wide.dtype
+        return torch.full((heads, tokens), float("-inf"), dtype=dtype, device=device, pin_memory=pinned)
 
     def _advance(self, target: Access, rows: Ints) -> tuple[tuple[Part, Part], Ints, Ints]:
         """Parts of an output in both types, what its rows hold now and what they will hold after the next sum."""

@@ -94,6 +94,8 @@ def bind(
     of_gpu, of_host = places.nbytes[:, node.rank].tolist()
     memory = torch.zeros(of_gpu, dtype=torch.uint8, device=node.device)
     host = torch.zeros(of_host, dtype=torch.uint8, pin_memory=node.cuda and of_host > 0)
-    (narrow, wide), on_host = ([m.view(d).view(-1, places.unit) for d in (dtype, sums)] for m in (memory, host))
+    narrow, wide, *on_host = (m.view(d).view(-1, places.unit) for m in (memory, host) for d in (dtype, sums))
     sinks = torch.zeros(workload.num_heads * workload.head_groups, dtype=sums, device=node.device)
-    return RankTensors(schedule, workload, node, kernel, places, narrow, wide, tuple(on_host), sinks=sinks), walk
+    return RankTensors(
+        schedule, workload, node, kernel, places, narrow, wide, (on_host[0], on_host[1]), sinks=sinks
+    ), walk

@@ -20,7 +20,7 @@ from cpsim.real.run import attention
 from cpsim.real.run.executor import Executor
 from cpsim.real.run.node import end_process
 from cpsim.real.run.storage import lay_out
-from cpsim.strategies import CACHED, plan
+from cpsim.strategies import ANY_VALUES, CACHED, plan
 
 WINDOWED = "windowed"
 """Plain attention in float64 as a kernel that takes sequences and windows, but no other masks, as flash-attention."""
@@ -44,6 +44,10 @@ def problems(num_ranks):
     for i, (mask, documents) in enumerate((("causal", "one"), ("causal_document", "uneven"), (BLIND_MASK, "uneven"))):
         problem = workload(mask, documents, "mha" if i else "gqa", dtype="fp64", sinks=True)
         yield f"{mask} {documents} with sinks", problem, ALL_STRATEGIES
+    sized = [(name, knobs) for name, knobs in ALL_STRATEGIES if name in ANY_VALUES]
+    for mask, values, heads in (("causal", 2, "gqa"), ("causal_document", 6, "mha"), (BLIND_MASK, 12, "mha")):
+        problem = workload(mask, "uneven", heads, dtype="fp64", value_dim=values)
+        yield f"{mask} {heads} values of {values}", problem, sized
     rings = [(name, knobs) for name, knobs in ALL_STRATEGIES if "ring" in name or name == "hybrid_cp"]
     for documents in ((49,), (11,), (1, 20, 2, 32)):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings

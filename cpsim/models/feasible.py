@@ -32,6 +32,8 @@ class Limits:
     """Causal masks aligned to the bottom right with fewer queries than keys."""
     places_results: bool = True
     """Results are written where the caller wants them; otherwise our executor copies them there."""
+    places_others: bool = False
+    """Those of windows, and where values have another size than keys, are: such calls go past PyTorch."""
     copies_outputs: bool = False
     """Backward, outputs and their gradients are copied first where their rows lie apart."""
     dtypes: tuple[str, ...] = DTYPES
@@ -70,7 +72,13 @@ LIMITS: Final = {
     "fa3": Limits(windows="both", values="unmeasured", latents=True, sinks="forward"),
     "fa4": Limits(windows="both", values="unmeasured", sinks="both"),
     "cudnn": Limits(
-        varlen=False, batches=True, unequal_causal=False, places_results=False, windows="causal", values="measured"
+        varlen=False,
+        batches=True,
+        unequal_causal=False,
+        places_results=False,
+        places_others=True,
+        windows="causal",
+        values="measured",
     ),
     "sdpa_flash": Limits(places_results=False, copies_outputs=True, windows="both"),
     "fa2_ranges": Limits(any_mask=True),

@@ -134,9 +134,18 @@ class _Kernels:
             strided = "copy"
             self._note("copies of strided rows: not measured, taken as copies")
         head_bytes = 2 * self.given.head_bytes
+        if limits_of(self.given.kernel).places_others:
+            copies *= ~self._other_calls(ops)
+            side_by_side, apart = side_by_side * (copies > 0), apart * (copies > 0)
         seconds = side_by_side / costs.bandwidth_bytes_per_s["copy"] + apart / costs.bandwidth_bytes_per_s[strided]
         launch = self.profile.host.captured_kernel_s or costs.latency_s["copy"]
         return np.asarray(copies * launch + seconds * head_bytes)
+
+    def _other_calls(self, ops: Ints) -> NDArray[np.bool_]:
+        """Attention ops with a window, or with values of another size than keys."""
+        found, tile = sequences(self.schedule.tiles), self.schedule.tile[ops]
+        windows = found.one_window[tile] & ~found.one_call[tile]
+        return windows | (self.given.value_dim not in (0, self.given.head_dim))
 
     def _products(self) -> Floats:
         """Seconds of all matrix products, as slow as on the slowest GPU."""

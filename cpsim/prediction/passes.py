@@ -120,6 +120,11 @@ def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0) -> PassResult:
     return _simulated(case, pass_, copies, case.cluster.num_gpus, ahead_s)
 
 
+def ranks_of(size: int) -> list[int]:
+    """Those of so many ranks that are measured: the first, the one in the middle and the last."""
+    return sorted({0, size // 2, size - 1})
+
+
 def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | None = None) -> list[Timeline]:
     """What some ranks compute in a pass, each simulated alone: nobody sends, and nobody is waited for.
 

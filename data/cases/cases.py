@@ -10,7 +10,7 @@ to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), win
 (other people's code on two GPUs, iterations back to back and apart), plain-h100.jsonl and plain-h200.jsonl (the same of
 flash-attn and PyTorch on one GPU), compiled-h100.jsonl and compiled-h200.jsonl (eight of these under torch.compile),
 one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs), newer-1-*, newer-2-* and
-newer-ranks (strategies and masks that the first sets lack, on one and two GPUs, and single ranks of them) and the
+newer-ranks-* (strategies and masks that the first sets lack, on one and two GPUs, and single ranks of them) and the
 folders four (one run on four H100 of one host, also as 2 x 2 nodes, with layers of DistCA and other people's code in
 windows) and eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
@@ -443,6 +443,54 @@ def newer_calls(cluster: str, seed: int) -> Iterator[Case]:
         yield from each(case | {"cluster": cluster}, ({"strategy": "none"},))
 
 
+def other_calls(cluster: str, seed: int) -> Iterator[Case]:
+    """Calls of a millisecond and more on one GPU: attention sinks, values of another size than keys, windows."""
+    rng = np.random.default_rng(seed)
+
+    def window(keys: int) -> Any:
+        return {"name": "causal_sliding_window", "window": keys}
+
+    small, values = {"head_dim": 64, "sinks": True}, {"head_dim": 192, "value_dim": 128}
+    asked: tuple[tuple[str, Any, str, float, Case], ...] = (
+        ("cudnn", "causal", "64:8", 14, small),
+        ("cudnn", window(128), "64:8", 17, small),
+        ("sdpa_flash", "causal", "64:8", 14, small),
+        ("sdpa_flash", window(128), "64:8", 17, small),
+        ("cudnn", "full", "32:8", 14, {"sinks": True}),
+        ("fa2", "causal", "32:8", 14.5, {"sinks": True}),
+        ("fa2", window(1024), "24:24", 16.5, {"sinks": True}),
+        *(("cudnn", window(keys), "", 17, {}) for keys in (128, 512, 1024, 2048, 4096, 8192)),
+        *((kernel, window(keys), "", 17, {}) for kernel, keys in (("fa2", 512), ("sdpa_flash", 2048))),
+        *(("cudnn", "causal", heads, 15, values) for heads in ("16:16", "32:32", "64:64", "128:128")),
+        *(("cudnn", "full", heads, 14, values) for heads in ("16:16", "128:128")),
+        ("cudnn", window(2048), "32:32", 15.5, values),
+    )
+    for kernel, mask, heads, most, more in asked:
+        tokens, drawn_heads = int(2 ** rng.uniform(most - 1.5, most) // 128 * 128), size_and_heads(rng, 14)[1]
+        case = problem(1, tokens, mask, heads or drawn_heads, kernel=kernel, **more)
+        yield from each(case | {"cluster": cluster}, ({"strategy": "none"},))
+
+
+def other_ranks(cluster: str, seed: int) -> Iterator[Case]:
+    """Single ranks of 4 and 8 GPUs: chunks of tokens in the host's memory, and what `other_calls` has, split."""
+    rng = np.random.default_rng(seed)
+    values = {"head_dim": 192, "value_dim": 128}
+    window = {"mask": {"name": "causal_sliding_window", "window": 1024}}
+    ways: tuple[tuple[Case, str, str, Case], ...] = (
+        *(({"strategy": "ulysses", "knobs": {"token_chunks": n}}, "cudnn", "32:8", {}) for n in (2, 4, 8)),
+        ({"strategy": "ulysses", "knobs": {"token_chunks": 4}}, "fa2", "24:24", {}),
+        *((way, "cudnn", "32:32", values) for way in (ULYSSES, ZIGZAG, RING)),
+        ({"strategy": "mesh", "knobs": {"keys": 1}}, "cudnn", "16:16", {**values, "mask": "full"}),
+        (ULYSSES, "cudnn", "64:32", window),
+        *((way, "fa2", "32:8", {"sinks": True}) for way in (ULYSSES, ZIGZAG, GATHER_ZIGZAG)),
+    )
+    for i, (way, kernel, heads, more) in enumerate(ways):
+        tokens, given = int(2 ** rng.uniform(12.5, 14) // 512 * 512), dict(more)
+        tokens *= 2 if more is window else 1
+        asked = problem((4, 8)[i % 2], tokens, given.pop("mask", "causal"), heads, kernel=kernel, **given)
+        yield {**way, **asked, "cluster": cluster, "protocol": "streamed"}
+
+
 def in_turn(cases: list[Case], seed: int) -> list[Case]:
     """Shuffled, so that those at the front are of all sorts."""
     return [cases[i] for i in np.random.default_rng(seed).permutation(len(cases))]
@@ -697,6 +745,8 @@ def files() -> dict[Path, str]:
         FOLDER / "newer-1-h100.jsonl": text(newer_calls("dgx-h100", 52)),
         FOLDER / "newer-1-h200.jsonl": text(newer_calls("h200-4", 52)),
         FOLDER / "newer-ranks.jsonl": text(in_turn(list(newer_ranks("dgx-h200", 53)), 53)),
+        FOLDER / "newer-1-h200-2.jsonl": text(in_turn(list(other_calls("h200-4", 54)), 54)),
+        FOLDER / "newer-ranks-2.jsonl": text(in_turn(list(other_ranks("dgx-h200", 55)), 55)),
         FOLDER / "newer-2-h100.jsonl": text(in_turn(list(newer("dgx-h100", 51)), 51)),
         FOLDER / "newer-2-h200.jsonl": text(in_turn(list(newer("h200-4", 51)), 51)),
         FOLDER / "ranks-1.jsonl": text(single_ranks(26)),

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
 
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import runs_file
+from cpsim.calibrate.recipes import manifest, runs_file
 from cpsim.case.load import scenario_from
 from cpsim.prediction.runs import case_key, load_runs
 
 HERE: Final = Path(__file__).parent
-RUNS: Final = ("h200-newer-1a.jsonl", "h200-newer-1b.jsonl", "h200-newer-2a.jsonl", "h200-newer-2b.jsonl")
+RUNS: Final = tuple(f"h200-newer-{part}.jsonl" for part in ("1a", "1b", "1c", "2a", "2b"))
+RANKS: Final = ("ranks-h200-newer.jsonl", "ranks-h200-newer-2.jsonl")
 SHORT_S: Final = 1e-3
 Row = tuple[str, float, float]
 """What ran, its time, and predicted over measured time less one."""
@@ -29,12 +30,18 @@ def said(name: str) -> Iterator[dict[str, Any]]:
     yield from map(json.loads, (HERE / name).read_text(encoding="utf-8").splitlines())
 
 
+def there(names: Iterable[str]) -> list[Path]:
+    """Files of runs, as far as they have run."""
+    known = {Path(path).name for path in manifest()["runs"]}
+    return [runs_file(name) for name in names if name in known]
+
+
 def of_runs() -> list[Row]:
     """All runs; those that failed are left out."""
-    files = ("predicted-1-h200.jsonl", "predicted-2-h200.jsonl")
+    files = ("predicted-1-h200.jsonl", "predicted-1-h200-2.jsonl", "predicted-2-h200.jsonl")
     before = {case_key(scenario_from(one["scenario"])): float(one["time_s"]) for file in files for one in said(file)}
     found = []
-    for run in (run for name in RUNS for run in load_runs(runs_file(name)) if not run.error):
+    for run in (run for path in there(RUNS) for run in load_runs(path) if not run.error):
         s = run.scenario
         name = f"{s.strategy} {s.knobs or ''} {s.kernel} {s.mask_name}{' cached' if s.cached else ''}"
         found.append((name, run.time_s, before[case_key(s)] / run.time_s - 1))
@@ -47,9 +54,10 @@ def of_ranks() -> list[Row]:
     def key(one: dict[str, Any]) -> str:
         return json.dumps([one["scenario"], one["pass"], one["rank"]], sort_keys=True)
 
-    before = {key(one): one["time_s"] for one in said("predicted-ranks.jsonl")}
+    files = ("predicted-ranks.jsonl", "predicted-ranks-2.jsonl")
+    before = {key(one): one["time_s"] for file in files for one in said(file)}
     found = []
-    for point in load(runs_file("ranks-h200-newer.jsonl")).of("rank"):
+    for point in (point for path in there(RANKS) for point in load(path).of("rank")):
         took, s = median(point["samples_s"]), point["scenario"]
         name = (
             f"{s['strategy']} {s['knobs'] or ''} {s['kernel']}, {point['pass']} of rank {point['rank']} of {s['gpus']}"

@@ -112,7 +112,7 @@ def memory_bound(
             old = (second, None) if kind == "merge_first" else (None, acc)
             target = (second, None) if kind == "merge_last" else (None, acc)
             merge = elementwise.Merge(
-                num_heads=HEADS, part=first, part_column=column, old=old, target=target, column=column
+                num_heads=HEADS, width=1, part=first, part_column=column, old=old, target=target, column=column
             )
             ops.append(partial(elementwise.merge_rows, narrow, wide, *lse, merge))
             continue

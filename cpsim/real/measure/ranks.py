@@ -26,6 +26,7 @@ from cpsim.case.load import load_scenarios
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.models.host import HELD_S
+from cpsim.prediction.passes import ranks_of
 from cpsim.real.others import make
 from cpsim.real.others.autograd import AutogradRunner
 from cpsim.real.run import attention
@@ -36,11 +37,6 @@ from cpsim.real.run.timing import command_line, packages, provenance
 from cpsim.schedule.schedule import Pass
 
 T = TypeVar("T")
-
-
-def ranks_of(size: int) -> list[int]:
-    """The first of so many ranks, the one in the middle and the last."""
-    return sorted({0, size // 2, size - 1})
 
 
 def measure(scenario: Scenario, pass_: Pass, rank: int, node: Node, writer: Writer, args: argparse.Namespace) -> str:

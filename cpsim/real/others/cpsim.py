@@ -47,7 +47,7 @@ def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
         raise InfeasibleError("sparse: the executor attends to all keys; ask `cpsim predict`, or leave sparse out")
     schedule = plan_scenario(scenario, workload, cluster, pass_)
     if node.cuda:
-        check_calls(scenario.kernel, workload.dtype, workload.head_dim, schedule)
+        check_calls(scenario.kernel, workload.dtype, workload.head_dim, schedule, value_dim=workload.value_dim)
     executor = Executor(schedule, workload, node, scenario.kernel if node.cuda else "math", traced=node.traced)
     executor.fill(seed=node.rank)
     return ScheduleRunner(executor)

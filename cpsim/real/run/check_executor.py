@@ -1,4 +1,4 @@
-"""Compares the executor with dense attention on this machine's GPUs, every kernel, strategy, mask and pass.
+"""Compares the executor with dense attention on this machine's GPUs, every kernel, strategy, mask, shape and pass.
 
     torchrun --nproc-per-node 4 -m cpsim.real.run.check_executor --kernels fa2,fa4,cudnn,sdpa_flash,flex
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("striped_ring", {}),
     ("ulysses", {}),
     ("ulysses", {"head_groups": 2}),
+    ("ulysses", {"token_chunks": 2}),
     ("allgather", {"layout": "contiguous"}),
     ("allgather", {"layout": "zigzag", "heads_per_gather": 1}),
     ("allgather", {"layout": "document_zigzag"}),
@@ -60,21 +62,35 @@ MASKS: Mapping[str, Mapping[str, int]] = {
     "lambda": {"sink": 40, "window": 300},
     "causal_blockwise": {},
     "shared_question": {},
+    "causal_sliding_window": {"window": 300},
+}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"kv_heads": 4, "head_dim": 128},
+    "sinks": {"kv_heads": 4, "head_dim": 128, "sinks": True},
+    "values": {"kv_heads": 16, "head_dim": 192, "value_dim": 128},
 }
 
 
 def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random q, kv and dout, and out (log-sum-exp last), dq and dkv of them, as `Executor.load` takes them."""
+    """Random q, kv, dout and sinks, and out (log-sum-exp last), dq, dkv and gradients of sinks, as `Executor.load`
+    takes them."""
     torch.manual_seed(0)
     tokens, heads, kv_heads, dim = workload.num_tokens, workload.num_heads, workload.num_kv_heads, workload.head_dim
+    values = workload.values
 
     def random(count: int, width: int) -> torch.Tensor:
         return torch.randn(tokens, count, width, device=device).bfloat16().float()
 
-    q, kv, dout = random(heads, dim), random(kv_heads, 2 * dim), random(heads, dim)
+    q, kv, dout = random(heads, dim), random(kv_heads, dim + values), random(heads, values)
     k, v = kv[..., :dim].contiguous(), kv[..., dim:].contiguous()
     call = attention.prepare_mask(workload.slices(), tokens, tokens, device=device)
     out, lse = attention.forward("math", q, k, v, call)
+    sinks, of_sinks = torch.randn(heads, device=device), {}
+    if workload.sinks:
+        joined = torch.logaddexp(lse, sinks[:, None])
+        out, lse = out * torch.exp(lse - joined).T[..., None], joined
+        total = -(torch.exp(sinks[:, None] - lse) * (dout * out).sum(2).T).sum(1)
+        of_sinks = {"sink": sinks[None, :, None], "dsink": total[None, :, None]}
     dq, dk, dv = attention.backward("math", dout, q, k, v, out, lse, call)
     return {
         "q": q,
@@ -84,6 +100,7 @@ def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
         "o": out,
         "dq": dq,
         "dkv": torch.cat([dk, dv], 2),
+        **of_sinks,
     }
 
 
@@ -105,20 +122,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", default="fa2,fa4,cudnn,sdpa_flash,flex")
     parser.add_argument("--masks", default=",".join(MASKS))
+    parser.add_argument("--shapes", default="plain")
     parser.add_argument("--strategies", default=",".join(dict.fromkeys(name for name, _ in CASES)))
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     failed = 0
     node = Node(cpu=args.cpu)  # its groups end with the process: captured programs still hold them
-    for mask in args.masks.split(","):
+    for mask, shape in product(args.masks.split(","), args.shapes.split(",")):
         base: dict[str, Any] = {
             "gpus": node.size,
             "cluster": "h200-4" if node.size <= 4 else "dgx-h200",
             "tokens": 2048,
             "mask": {"name": mask, **MASKS[mask]},
             "heads": 16,
-            "kv_heads": 4,
-            "head_dim": 128,
+            **SHAPES[shape],
             "dtype": "bf16",
             "pass": "fwd",
         }
@@ -135,7 +152,7 @@ def main() -> int:
                     failed += not worst <= WORST
                     if node.rank == 0:
                         flag = "" if worst <= WORST else "  <-- too large"
-                        print(f"{kernel:10s} {strategy} {knobs} {mask} {pass_}: {worst:.1e}{flag}", flush=True)
+                        print(f"{kernel:10s} {strategy} {knobs} {mask} {shape} {pass_}: {worst:.1e}{flag}", flush=True)
     return int(failed > 0)
 
 

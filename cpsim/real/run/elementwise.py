@@ -2,8 +2,8 @@
 
 Legend of tensor suffixes: T tokens, H heads, D head dimension, N rows, C contiguous elements of a row.
 Bytes moved (read and written) of each, for tensors of n elements of `out`, besides the small log-sum-exp:
-`merge` fp32 += bf16: 10 n; `merge` into bf16: 8 n; `accumulate` fp32 += bf16: 10 n; `transpose_rows` and
-`gather_rows` of bf16: 4 n.
+`merge` fp32 += bf16: 10 n; `merge` into bf16: 8 n; `accumulate` fp32 += bf16: 10 n; `transpose_rows`,
+`gather_rows`, `join_sinks` and `add_sink_gradients` of bf16: 4 n.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def merge(acc_THD: Tensor, lse_HT: Tensor, part_THD: Tensor, part_lse_HT: Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """Tables of `sum_rows`; offsets [N] int32 count heads of D elements from the start of memory, -1: none."""
+    """Tables of `sum_rows`; offsets [N] int32 count units of D elements from the start of memory, -1: none."""
 
     width: int
-    """Heads of every row."""
+    """Units of every row."""
     source: Tensor
     """[S, N]: what is added."""
     source_wide: bool
@@ -93,7 +93,7 @@ def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum, columns: Columns |
     """target = old + sum of sources, row by row, summed in the accumulators' dtype: copies, casts and gradients.
 
     Args:
-        narrow_ND: memory in the working dtype, one head a row.
+        narrow_ND: memory in the working dtype, one unit a row.
         wide_ND: the same memory in the accumulators' dtype.
         tables: which rows.
         columns: what is copied beside them.
@@ -152,7 +152,7 @@ def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum, columns: Columns |
 
 
 def _take(memory: Tensor, rows: Tensor, width: int) -> Tensor:
-    """[N, width * D] of the rows that start at these heads; zeros where there is none."""
+    """[N, width * D] of the rows that start at these units; zeros where there is none."""
     at = rows.long()[:, None] + torch.arange(width)
     return torch.where((rows >= 0)[:, None, None], memory[at.clamp(min=0)], 0).flatten(1)
 
@@ -165,9 +165,11 @@ def _put(memory: Tensor, rows: Tensor, width: int, values: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Tables of `merge_rows`; offsets [N] int32 count heads of D elements from the start of memory, -1: none."""
+    """Tables of `merge_rows`; offsets [N] int32 count units of D elements from the start of memory, -1: none."""
 
     num_heads: int
+    width: int
+    """Units of a head."""
     part: Tensor
     """The partial output's rows."""
     part_column: Tensor
@@ -186,7 +188,7 @@ def merge_rows(narrow_ND: Tensor, wide_ND: Tensor, lse_HT: Tensor, part_lse_HT: 
     out = old exp(lse - new) + part exp(part_lse - new), new = log(exp lse + exp part_lse).
 
     Args:
-        narrow_ND: memory in the working dtype, one head a row.
+        narrow_ND: memory in the working dtype, one unit a row.
         wide_ND: the same memory in the accumulators' dtype.
         lse_HT: log-sum-exp of the accumulator, updated.
         part_lse_HT: log-sum-exp of the partial result.
@@ -217,17 +219,19 @@ def merge_rows(narrow_ND: Tensor, wide_ND: Tensor, lse_HT: Tensor, part_lse_HT: 
         part_lse_HT.stride(0),
         *given,
         narrow_ND.shape[1],
+        tables.width * narrow_ND.shape[1],
         tokens,
     )
 
 
 def _merge_on_cpu(narrow: Tensor, wide: Tensor, lse: Tensor, part_lse: Tensor, tables: Merge) -> None:
     heads, column = tables.num_heads, tables.column.long()
-    part, total = _take(narrow, tables.part, heads), torch.zeros(())
+    units = heads * tables.width
+    part, total = _take(narrow, tables.part, units), torch.zeros(())
     there = torch.zeros(len(column), dtype=torch.bool)
     for memory, old in zip((narrow, wide), tables.old, strict=True):
         if old is not None:
-            total, there = total + _take(memory, old, heads), there | (old >= 0)
+            total, there = total + _take(memory, old, units), there | (old >= 0)
     before = torch.where(there, lse[:, column], float("-inf"))
     added = part_lse[:, tables.part_column.long()]
     new = torch.logaddexp(before, added)
@@ -238,7 +242,72 @@ def _merge_on_cpu(narrow: Tensor, wide: Tensor, lse: Tensor, part_lse: Tensor, t
     lse[:, column] = new
     for memory, target in zip((narrow, wide), tables.target, strict=True):
         if target is not None:
-            _put(memory, target, heads, merged.flatten(1))
+            _put(memory, target, units, merged.flatten(1))
+
+
+def join_sinks(out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor, untouched_T: Tensor) -> None:
+    """Scales complete outputs and their log-sum-exps, in place, as a sink of every head has it.
+
+    out = out exp(lse - new), new = log(exp lse + exp sink).
+
+    Args:
+        out_THD: outputs; heads of a token lie side by side.
+        lse_HT: their log-sum-exp.
+        sinks_H: a logit of every head.
+        untouched_T: rows that no kernel has written in this launch, zeros, whose log-sum-exps are the sinks alone.
+    """
+    if not out_THD.is_cuda:
+        joined = torch.where(untouched_T, sinks_H[:, None], torch.logaddexp(lse_HT, sinks_H[:, None]))
+        out_THD.mul_(torch.exp(lse_HT - joined).nan_to_num(0.0).T[..., None].to(out_THD.dtype))
+        lse_HT.copy_(joined)
+        return
+    num_tokens, num_heads, head_dim = out_THD.shape
+    tokens = 16
+    triton_rows.join_sinks_kernel[(triton.cdiv(num_tokens, tokens), num_heads)](
+        out_THD,
+        lse_HT,
+        sinks_H,
+        untouched_T.view(torch.uint8),
+        num_tokens,
+        out_THD.stride(0),
+        lse_HT.stride(0),
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        tokens,
+    )
+
+
+def add_sink_gradients(out_THD: Tensor, dout_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor, total_H: Tensor) -> None:
+    """Adds to the gradients of sinks: total -= sum over tokens of exp(sink - lse) (dout . out).
+
+    Args:
+        out_THD: outputs with sinks; heads of a token lie side by side, here and in
+        dout_THD: their gradients.
+        lse_HT: log-sum-exp with sinks.
+        sinks_H: a logit of every head.
+        total_H: sums, in the type of log-sum-exps.
+    """
+    if not out_THD.is_cuda:
+        delta_HT = (dout_THD.to(total_H.dtype) * out_THD).sum(2).T
+        total_H.sub_((torch.exp(sinks_H[:, None] - lse_HT) * delta_HT).sum(1))
+        return
+    num_tokens, num_heads, head_dim = out_THD.shape
+    tokens, turns = 32, 16
+    triton_rows.sink_gradients_kernel[(triton.cdiv(num_tokens, tokens * turns), num_heads)](
+        out_THD,
+        dout_THD,
+        lse_HT,
+        sinks_H,
+        total_H,
+        num_tokens,
+        out_THD.stride(0),
+        dout_THD.stride(0),
+        lse_HT.stride(0),
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        tokens,
+        turns,
+    )
 
 
 def accumulate(acc: Tensor, x: Tensor) -> None:

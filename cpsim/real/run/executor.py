@@ -95,18 +95,20 @@ class Executor:
         """
         if "sink" in given:
             self.tensors.sinks.copy_(given["sink"].flatten())
-        s, dim = self.schedule, self.workload.head_dim
+        s = self.schedule
         for buffer, block in s.inputs.tolist():
             if s.buffer_rank[buffer] != self.node.rank:
                 continue
             tensor, rows, head, count = self.tensors.places.block(block)
             tokens = torch.from_numpy(s.tokens(rows))
             held = _by_group(given[tensor], s.head_groups)[tokens][:, head : head + count]
-            for i, plane in enumerate(PLANES[tensor]):
+            for plane in PLANES[tensor]:
                 (part,) = self.tensors.places.inputs[buffer].parts(plane)
-                self.tensors.view(part).copy_(held[..., i * dim : (i + 1) * dim])
+                view = self.tensors.view(part)
+                mine, held = held.split([view.shape[2], held.shape[2] - view.shape[2]], dim=2)
+                view.copy_(mine)
             if tensor == "out":
-                self.tensors.lse[buffer].copy_(held[..., dim].T)
+                self.tensors.lse[buffer].copy_(held[..., 0].T)
 
     def fill(self, seed: int) -> None:
         """Fills the inputs with random values of the sizes that real ones have; log-sum-exps fit the mask.
@@ -129,7 +131,7 @@ class Executor:
             for plane in PLANES[tensor]:
                 for part in self.tensors.places.inputs[buffer].parts(plane):
                     view = self.tensors.view(part)
-                    view.copy_(torch.randn(view.shape, generator=random, device=view.device, dtype=view.dtype))
+                    view.copy_(torch.randn(view.shape, generator=random, device=self.node.device, dtype=view.dtype))
                     if tensor in WEIGHTS and len(view) > 1:  # results are as large as what they come from
                         view.mul_(view[0].numel() ** -0.5)
             if tensor == "out":
@@ -139,9 +141,8 @@ class Executor:
         """Every output block on the GPU: tensor, tokens, heads and values ``[tokens, heads, width]`` as in `load`; of
         gradients of sinks one row for all tokens."""
         s, num_tokens = self.schedule, self.workload.num_tokens // self.workload.head_groups
-        waits = s.on_host()
         for buffer, block in s.outputs.tolist():
-            if s.buffer_rank[buffer] != self.node.rank or waits[buffer]:
+            if s.buffer_rank[buffer] != self.node.rank:
                 continue
             tensor, rows, head, count = self.tensors.places.block(block)
             if tensor == "dsink":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,8 @@ class Lowering:
             return self._attention_backward(op, mine)
         if kind == Kind.MERGE:
             return self._merge(mine)
+        if self.places.host_link[op.index]:
+            return self._over_host_link(*mine)
         if kind in (Kind.COPY, Kind.ACCUMULATE):
             return self._sum(mine)
         if kind == Kind.BARRIER:  # its events are all there is to it
@@ -153,7 +156,8 @@ class Lowering:
             pairs = (*self.s.inputs.tolist(), *self.s.outputs.tolist())
             for tensor, tokens, _, count in (self.places.block(k) for b, k in pairs if b == buffer):
                 if tensor == "out":
-                    self.x.lse[buffer] = self._new_lse(count, len(tokens))
+                    on_host = bool(self.places.on_host[buffer])
+                    self.x.lse[buffer] = self._new_lse(count, len(tokens), on_host=on_host)
 
     def _reused(self) -> dict[int, int]:
         """Buffers that kernels make block after block in, which all-to-alls take from there; none has held one yet."""
@@ -197,8 +201,10 @@ class Lowering:
             made = {a.buffer: self.made_by.get(source[a.tensor]) for a in accesses if a.mode != READ}
             self.made_by |= {buffer: maker for buffer, maker in made.items() if maker is not None}
 
-    def _new_lse(self, heads: int, tokens: int) -> Tensor:
-        return torch.full((heads, tokens), float("-inf"), dtype=self.x.wide.dtype, device=self.device)
+    def _new_lse(self, heads: int, tokens: int, *, on_host: bool = False) -> Tensor:
+        device, pinned = torch.device("cpu") if on_host else self.device, on_host and self.x.node.cuda
+        dtype = self.x.wide.dtype
+        return torch.full((heads, tokens), float("-inf"), dtype=dtype, device=device, pin_memory=pinned)
 
     def _advance(self, target: Access, rows: Ints) -> tuple[tuple[Part, Part], Ints, Ints]:
         """Parts of an output in both types, what its rows hold now and what they will hold after the next sum."""
@@ -442,7 +448,8 @@ class Lowering:
         parts, before, after = self._advance(target, rows)
         tables = elementwise.Merge(
             num_heads=target.num_heads,
-            part=self._index(part.at + from_rows * part.stride + target.head - part.head),
+            width=part.width,
+            part=self._index(part.at + from_rows * part.stride + (target.head - part.head) * part.width),
             part_column=self._index(from_rows),
             old=self._either(parts, rows, before, target.head),
             target=self._either(parts, rows, after, target.head),
@@ -458,7 +465,8 @@ class Lowering:
         """Offsets of (pieces of) rows in the working type and in the accumulator, by which of them holds each row."""
         found = []
         for part, kind in zip(parts, (_NARROW, _WIDE), strict=True):
-            at = np.where(state == kind, part.at + rows * part.stride + head - part.head + piece, NOWHERE)
+            first = part.at + rows * part.stride + (head - part.head) * part.width
+            at = np.where(state == kind, first + piece, NOWHERE)
             found.append(self._index(at) if (state == kind).any() else None)
         return found[0], found[1]
 
@@ -497,9 +505,10 @@ class Lowering:
         tokens = target.tokens[np.isin(target.tokens, np.concatenate([p.tokens for p in sources]))]
         at = _rows_of(target, tokens)
         parts, before, after = self._advance(target, at)
-        anywhere = Part(narrow.plane, tokens, target.head, target.num_heads, False, 0, target.num_heads)
+        units = target.num_heads * narrow.width
+        anywhere = Part(narrow.plane, tokens, target.head, target.num_heads, False, 0, units, narrow.width)
         rows = match([anywhere], sources)
-        token, piece = np.divmod(rows.target, target.num_heads)
+        token, piece = np.divmod(rows.target, units)
         tables = elementwise.Sum(
             width=rows.width,
             source=self._index(rows.source),
@@ -509,6 +518,24 @@ class Lowering:
         )
         x = self.x
         return lambda: elementwise.sum_rows(x.narrow, x.wide, tables)
+
+    def _over_host_link(self, source: Access, target: Access) -> Launch:
+        """A block to the host's memory or back as it lies, in one piece, and its log-sum-exp."""
+        for plane in PLANES[source.tensor]:
+            (mine,), (there,) = source.layout.parts(plane), target.layout.parts(plane)
+            assert np.array_equal(mine.tokens, there.tokens), "what leaves for the host lies there as it did"
+        taken, into, lse = self._all_of(source), self._all_of(target), self.x.lse
+        if source.tensor != "out":
+            return lambda: into.copy_(taken, non_blocking=True)
+        (part,), on_host = target.layout.parts("out"), bool(self.places.on_host[target.buffer])
+        kept = self._new_lse(part.num_heads, len(part.tokens), on_host=on_host)
+
+        def run() -> None:
+            into.copy_(taken, non_blocking=True)
+            lse[target.buffer] = kept  # the buffer may hold several blocks in turn
+            kept.copy_(self._lse_of(source), non_blocking=True)
+
+        return run
 
     def _packed_lse(self, reads: list[Access], targets: list[Access]) -> Callable[[], elementwise.Columns] | None:
         """Rows of the log-sum-exp that a packed ``out`` takes along."""
@@ -570,17 +597,14 @@ class Lowering:
     def _kept(self, out: Access) -> sinks.Kept:
         """A block of outputs."""
         (part,) = out.layout.parts("out")
-        first, lse = out.head - part.head, self.x.lse
+        span, lse = _span(part, out.tokens), self.x.lse
         lse.setdefault(out.buffer, self._new_lse(part.num_heads, len(part.tokens)))
         of_group = self.x.workload.num_tokens // self.s.head_groups
         group = self.s.tokens(out.tokens) // of_group if self.s.head_groups > 1 else np.zeros(len(out.tokens), np.int64)
-        sink = group[:, None] * self.x.workload.num_heads + np.arange(out.head, out.head + out.num_heads)
-        return sinks.Kept(
-            out_THD=self._block_of(out, part),
-            lse=lambda: lse[out.buffer][first : first + out.num_heads],
-            rows=self._rows_or_span(part.rows_of(out.tokens)),
-            sink=self._index(sink).long(),
-        )
+        edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
+        first = (group * self.x.workload.num_heads + out.head).tolist()
+        runs = [(slice(a, b), slice(first[a], first[a] + out.num_heads)) for a, b in pairwise(edges) if a < b]
+        return sinks.Kept(out_THD=self._block_of(out, part), lse=lambda: self._lse_of(out)[:, span], runs=tuple(runs))
 
     def _block_of(self, access: Access, part: Part) -> Tensor:
         """[T, H, D] of an access's tokens, which follow each other in memory."""
@@ -661,8 +685,8 @@ class Lowering:
         PyTorch makes one NCCL call of an exchange without given sizes and many of another one: all ranks must agree.
         """
         wanted = [[a for a in accesses if a.rank == r and a.mode != READ] for r in ranks]
-        none, nothing, dim = [0] * len(ranks), self.x.flat(0, 0, False), self.x.workload.head_dim
-        parts = [[c.num_heads * dim for c in theirs[0].layout.chunks] if theirs else none for theirs in wanted]
+        none, nothing, unit = [0] * len(ranks), self.x.flat(0, 0, False), self.places.unit
+        parts = [[c.length * unit for c in theirs[0].layout.chunks] if theirs else none for theirs in wanted]
         sent = [self._span_of(reads, theirs, to=r) for r, theirs in zip(ranks, wanted, strict=True)] if reads else []
         x, y = _joined(sent) if reads else nothing, self._all_of(targets[0]) if targets else nothing
         even = len({size for row in parts for size in row}) == 1
@@ -696,9 +720,8 @@ class Lowering:
     def _all_of(self, access: Access) -> Tensor:
         """Everything that a buffer holds, in one piece."""
         chunks = access.layout.chunks
-        end = chunks[-1].at + chunks[-1].num_heads
-        wide = next((part.wide for chunk in chunks for part in chunk.parts), False)
-        return self.x.flat(chunks[0].at, end - chunks[0].at, wide)
+        end, part = chunks[-1].at + chunks[-1].length, next((part for c in chunks for part in c.parts), None)
+        return self.x.flat(chunks[0].at, end - chunks[0].at, bool(part and part.wide), bool(part and part.on_host))
 
     def _span_of(
         self, held: Sequence[Access], wanted: Sequence[Access], key: int | None = None, to: int = -1

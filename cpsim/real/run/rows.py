@@ -18,7 +18,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of ``width`` heads; offsets ``int32[N]`` count heads from the start of memory, NOWHERE: there is none."""
+    """Rows of ``width`` units; offsets ``int32[N]`` count units from the start of memory, NOWHERE: there is none."""
 
     width: int
     source: Int32
@@ -35,7 +35,7 @@ def match(targets: Sequence[Part], sources: Sequence[Part]) -> Rows:
     A row whose token lies in several source parts, or twice in one, has several sources.
     """
     runs = [(t, *run) for t in targets if t.num_heads for run in _runs(t, [s for s in sources if s.plane == t.plane])]
-    width = math.gcd(*(count for _, _, count, _ in runs)) if runs else 1
+    width = math.gcd(*(count * t.width for t, _, count, _ in runs)) if runs else 1
     rows = [_rows(*run, width) for run in runs]
     most = max((len(source) for source, _ in rows), default=1)
     source = [np.concatenate([s, np.full((most - len(s), s.shape[1]), NOWHERE)]) for s, _ in rows]
@@ -63,12 +63,12 @@ def _runs(target: Part, sources: Sequence[Part]) -> list[tuple[int, int, list[Pa
 def _rows(
     target: Part, head: int, count: int, sources: list[Part], width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sources ``[S, N]`` and targets ``[N]`` of one run of heads, cut into rows of ``width`` heads."""
+    """Sources ``[S, N]`` and targets ``[N]`` of one run of heads, cut into rows of ``width`` units."""
     row = np.flatnonzero(target.tokens >= 0)
     found = [column for s in sources for column in _found(s, target.tokens[row], head)]
     source = np.stack(found) if found else np.full((1, len(row)), NOWHERE)
-    at = target.at + row * target.stride + head - target.head
-    pieces = np.arange(0, count, width)
+    at = target.at + row * target.stride + (head - target.head) * target.width
+    pieces = np.arange(0, count * target.width, width)
     spread = np.where(source[..., None] >= 0, source[..., None] + pieces, NOWHERE)
     return spread.reshape(len(source), -1), (at[:, None] + pieces).ravel()
 
@@ -83,5 +83,5 @@ def _found(part: Part, tokens: NDArray[np.int64], head: int) -> list[NDArray[np.
     for nth in range(copies):
         there = low + nth < high
         row = order[np.where(there, low + nth, 0)]
-        made.append(np.where(there, part.at + row * part.stride + head - part.head, NOWHERE))
+        made.append(np.where(there, part.at + row * part.stride + (head - part.head) * part.width, NOWHERE))
     return made

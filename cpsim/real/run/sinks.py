@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from cpsim.real.run import elementwise
 from cpsim.real.run.program import Launch
-
-Rows = Tensor | slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +20,9 @@ class Kept:
 
     out_THD: Tensor
     lse: Callable[[], Tensor]
-    """Log-sum-exp ``[H, tokens of the buffer]``, as it is when the call runs."""
-    rows: Rows
-    """The block's among the tokens of the buffer."""
-    sink: Tensor
-    """Index of every row's and head's sink, ``[T, H]``."""
+    """Its log-sum-exp ``[H, T]``, as it is when the call runs."""
+    runs: tuple[tuple[slice, slice], ...]
+    """Rows that follow each other and have the same heads, and the sinks of these."""
 
 
 def join(kept: Kept, sinks_S: Tensor, untouched_T: Tensor) -> Launch:
@@ -39,10 +35,9 @@ def join(kept: Kept, sinks_S: Tensor, untouched_T: Tensor) -> Launch:
     """
 
     def run() -> None:
-        lse_HT, sink_HT = kept.lse()[:, kept.rows], sinks_S[kept.sink].T
-        joined = torch.where(untouched_T, sink_HT, torch.logaddexp(lse_HT, sink_HT))
-        kept.out_THD.mul_(torch.exp(lse_HT - joined).T[..., None].to(kept.out_THD.dtype))
-        kept.lse()[:, kept.rows] = joined
+        lse_HT = kept.lse()
+        for rows, heads in kept.runs:
+            elementwise.join_sinks(kept.out_THD[rows], lse_HT[:, rows], sinks_S[heads], untouched_T[rows])
 
     return run
 
@@ -51,8 +46,9 @@ def gradient(kept: Kept, dout_THD: Tensor, sinks_S: Tensor, total_S: Tensor) -> 
     """Adds what a block's outputs and their gradients say to the gradients of the sinks."""
 
     def run() -> None:
-        weight_TH = torch.exp(sinks_S[kept.sink] - kept.lse()[:, kept.rows].T)
-        delta_TH = (dout_THD.to(weight_TH.dtype) * kept.out_THD).sum(-1)
-        total_S.index_add_(0, kept.sink.flatten(), (weight_TH * delta_TH).flatten(), alpha=-1)
+        lse_HT = kept.lse()
+        for rows, heads in kept.runs:
+            given = kept.out_THD[rows], dout_THD[rows], lse_HT[:, rows], sinks_S[heads]
+            elementwise.add_sink_gradients(*given, total_S[heads])
 
     return run

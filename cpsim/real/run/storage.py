@@ -1,19 +1,21 @@
 """Where blocks lie: the layout of every buffer after every op of a schedule, for all ranks. No torch.
 
-A buffer is a run of *heads* (``head_dim`` elements each). What a buffer holds is cut into chunks, one after the
-other; a chunk holds for each of its tokens the heads of one or several tensors side by side, keys before values. Who
-reads or writes a buffer decides about its chunks:
+A buffer is a run of *units*: elements of a head, or where values have another size than keys, as many as divide both
+(64 of keys of 192 and values of 128). What a buffer holds is cut into chunks, one after the other; a chunk holds for
+each of its tokens the heads of one or several tensors side by side, keys before values. Who reads or writes a buffer
+decides about its chunks:
 
 * a collective needs what it sends to each rank, and what it receives from each, in one piece;
 * an attention kernel needs the keys in the order of its sequences, some of them twice where sequences overlap;
 * everything else takes one chunk with ascending tokens.
 
-Accumulators of partial results are wide (fp32, or the working type where that is wider). Tokens are positions in the
-order that the schedule counts in.
+Accumulators of partial results are wide (fp32, or the working type where that is wider). Buffers in the host's memory
+are counted from the start of that. Tokens are positions in the order that the schedule counts in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,12 +43,14 @@ PLANES = {
 }
 """What the tensors of a schedule consist of; ``out`` has a log-sum-exp beside it, which no other op than those that
 make and read ``out`` touches."""
+OF_VALUES = ("v", "dv", "out", "dout")
+"""Planes whose heads are as large as values."""
 NOT_HELD = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some tokens and heads of one plane, in rows of equal stride; offsets count heads."""
+    """Some tokens and heads of one plane, in rows of equal stride; offsets count units."""
 
     plane: str
     tokens: Ints
@@ -55,8 +59,11 @@ class Part:
     num_heads: int
     wide: bool
     at: int
-    """First head of the first row, from the start of the rank's memory."""
+    """First unit of the first row, from the start of the rank's memory."""
     stride: int
+    width: int = 1
+    """Units of a head."""
+    on_host: bool = False
 
     def rows_of(self, tokens: Ints) -> Ints:
         """Row of each token, -1 where it is not here; of tokens that lie here twice, one of the rows."""
@@ -74,8 +81,8 @@ class Chunk:
     """Rank that it comes from or goes to, or the op that reads it."""
     parts: tuple[Part, ...]
     at: int
-    num_heads: int
-    """Its length."""
+    length: int
+    """Units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,7 @@ class Access:
         kept = part.tokens
         if not np.array_equal(kept, tokens):
             kept = np.where(np.isin(kept, tokens), kept, NOT_HELD)
-        return replace(part, tokens=kept, head=first, num_heads=count, at=part.at + first - part.head)
+        return replace(part, tokens=kept, head=first, num_heads=count, at=part.at + (first - part.head) * part.width)
 
 
 Walk = list[tuple[int, list[Access]]]
@@ -150,9 +157,13 @@ class RankMemory:
     schedule: Schedule
     workload: Workload
     base: Ints = field(init=False)
-    """First byte of every buffer in its rank's memory."""
+    """First byte of every buffer in its rank's memory, or its host's."""
     nbytes: Ints = field(init=False)
-    """Bytes of every rank's memory."""
+    """Bytes of every rank's memory, and of that of its host, ``[2, ranks]``."""
+    unit: int = field(init=False)
+    """Elements of a unit."""
+    on_host: NDArray[np.bool_] = field(init=False)
+    """Buffers in the host's memory."""
     layouts: list[Layout] = field(init=False)
     is_output: NDArray[np.bool_] = field(init=False)
     summed: NDArray[np.bool_] = field(init=False)
@@ -165,12 +176,13 @@ class RankMemory:
     """(op, access) of every buffer in list order."""
 
     def __post_init__(self) -> None:
-        s, self.host_link = self.schedule, self.schedule.over_host_link()
-        align = int(np.lcm(256, self.head_bytes(True)))
+        s, self.host_link, self.on_host = self.schedule, self.schedule.over_host_link(), self.schedule.on_host()
+        self.unit = math.gcd(self.workload.head_dim, self.workload.values)
+        align = int(np.lcm(256, self.unit_bytes(True)))
         padded = -(-s.buffer_nbytes // align) * align
-        self.base, self.nbytes = np.zeros(len(padded), np.int64), np.zeros(s.num_ranks, np.int64)
-        for b, rank in enumerate(s.buffer_rank.tolist()):
-            self.base[b], self.nbytes[rank] = self.nbytes[rank], self.nbytes[rank] + padded[b]
+        self.base, self.nbytes = np.zeros(len(padded), np.int64), np.zeros((2, s.num_ranks), np.int64)
+        for b, place in enumerate(zip(self.on_host.astype(int).tolist(), s.buffer_rank.tolist(), strict=True)):
+            self.base[b], self.nbytes[place] = self.nbytes[place], self.nbytes[place] + padded[b]
         self.is_output = np.zeros(len(padded), bool)
         self.is_output[s.outputs[:, 0]] = True
         self.summed = np.zeros(len(padded), bool)
@@ -190,10 +202,14 @@ class RankMemory:
                 self.layouts[buffer] = self.lay(buffer, [(-1, tensors, blocks[0][1])], False)
         self.inputs = {b: self.layouts[b] for b in s.inputs[:, 0].tolist()}
 
-    def head_bytes(self, wide: bool) -> int:
-        """Bytes of one head of one token."""
-        sizes = Sizes(self.workload)
-        return sizes.accumulator(sizes.query(1)) if wide else sizes.query(1)
+    def unit_bytes(self, wide: bool) -> int:
+        """Bytes of a unit."""
+        nbytes = self.unit * self.workload.bytes_per_element
+        return Sizes(self.workload).accumulator(nbytes) if wide else nbytes
+
+    def width(self, plane: str) -> int:
+        """Units of a head of one token."""
+        return (self.workload.values if plane in OF_VALUES else self.workload.head_dim) // self.unit
 
     def block(self, block: int) -> tuple[str, Ints, int, int]:
         """Tensor, tokens, first head and heads of a block."""
@@ -205,33 +221,33 @@ class RankMemory:
         self, buffer: int, chunks: Sequence[tuple[int, list[tuple[str, int, int]], Ints]], wide: bool, tile: int = -1
     ) -> Layout:
         """Chunks one after the other: (key, (tensor, first head, heads) of every tensor, tokens) each."""
-        at = int(self.base[buffer]) // self.head_bytes(wide)
+        at, on_host = int(self.base[buffer]) // self.unit_bytes(wide), bool(self.on_host[buffer])
         if self.summed[buffer]:
-            at += self.accumulator_heads(buffer) * self.head_bytes(True) // self.head_bytes(False)
+            at += self.accumulator_units(buffer) * self.unit_bytes(True) // self.unit_bytes(False)
         made = []
         for key, tensors, tokens in chunks:
-            planes = [(plane, head, n) for tensor, head, n in tensors for plane in PLANES[tensor]]
-            stride, start, parts = sum(n for *_, n in planes), at, []
-            for plane, head, n in planes:
-                parts.append(Part(plane, tokens, head, n, wide, at, stride))
-                at += n
+            planes = [(plane, head, n, self.width(plane)) for t, head, n in tensors for plane in PLANES[t]]
+            stride, start, parts = sum(n * width for *_, n, width in planes), at, []
+            for plane, head, n, width in planes:
+                parts.append(Part(plane, tokens, head, n, wide, at, stride, width, on_host))
+                at += n * width
             at = start + stride * len(tokens)
             made.append(Chunk(key, tuple(parts), start, at - start))
         return Layout(tuple(made), tile)
 
-    def accumulator_heads(self, buffer: int) -> int:
-        """Heads in the accumulator of a result that partial results are added to: all that it is laid out for."""
+    def accumulator_units(self, buffer: int) -> int:
+        """Units in the accumulator of a result that partial results are added to: all that it is laid out for."""
         s = self.schedule
         if self.is_output[buffer]:
             block = s.outputs[s.outputs[:, 0] == buffer, 1][0]
         else:
             block = next(s.access_block[a] for _, a in self.later[buffer] if s.access_mode[a] == WRITE)
         tensor, tokens, _, count = self.block(int(block))
-        return len(tokens) * count * len(PLANES[tensor])
+        return len(tokens) * count * sum(map(self.width, PLANES[tensor]))
 
     def accumulator(self, part: Part, buffer: int) -> Part:
         """The wide twin of a result's part; the result is its buffer's only block."""
-        return replace(part, wide=True, at=int(self.base[buffer]) // self.head_bytes(True))
+        return replace(part, wide=True, at=int(self.base[buffer]) // self.unit_bytes(True))
 
     def accesses(self) -> Iterator[tuple[int, list[Access]]]:
         """Every op with its accesses; reads before writes. A written buffer is laid out as its readers need it."""
@@ -294,7 +310,7 @@ class RankMemory:
                 if not is_one_call(s, tile, packed=True):
                     break
                 keys = np.concatenate([q.keys for q in sequences_of(s, tile)])
-                if len(keys) > s.buffer_nbytes[buffer] // (2 * targets[0].num_heads * self.head_bytes(False)):
+                if len(keys) * Sizes(self.workload).kv(targets[0].num_heads) > s.buffer_nbytes[buffer]:
                     break
                 return self.lay(buffer, [(*_whole(-1, targets)[:2], keys)], wide, tile)
             if kind == Kind.ALL_GATHER:

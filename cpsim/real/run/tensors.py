@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cpsim.case.workload import Workload
-from cpsim.errors import InfeasibleError
 from cpsim.real.run import layer_calls
 from cpsim.real.run.node import Node
 from cpsim.real.run.storage import Ints, Layout, Part, RankMemory, Walk, lay_out
@@ -31,9 +30,11 @@ class RankTensors:
     places: RankMemory
     """Where every block lies."""
     narrow: Tensor
-    """The memory as rows of heads in the working type."""
+    """The memory as rows of units in the working type."""
     wide: Tensor
     """This memory as values of the type of sums."""
+    host: tuple[Tensor, Tensor]
+    """The same of the host's memory, in the working type and in that of sums."""
     lse: dict[int, Tensor] = field(default_factory=dict)
     """Log-sum-exp [H, T] of every buffer that holds ``out``."""
     sinks: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -45,9 +46,9 @@ class RankTensors:
         """[T, H, D] of a part, or of some of its rows and (first head, heads)."""
         first, count = heads or (part.head, part.num_heads)
         start, stop = (0, len(part.tokens)) if rows is None else (rows.start, rows.stop)
-        memory, dim = self.wide if part.wide else self.narrow, self.workload.head_dim
-        at = part.at + start * part.stride + first - part.head
-        return memory.as_strided((stop - start, count, dim), (part.stride * dim, dim, 1), at * dim)
+        memory, unit = self._memory(part.wide, part.on_host), self.places.unit
+        at, dim = part.at + start * part.stride + (first - part.head) * part.width, part.width * unit
+        return memory.as_strided((stop - start, count, dim), (part.stride * unit, dim, 1), at * unit)
 
     def matrix(self, layout: Layout, tokens: Ints) -> Tensor:
         """[T, heads * D] of consecutive tokens of a buffer whose rows are whole, all its planes side by side."""
@@ -65,9 +66,13 @@ class RankTensors:
         there = torch.from_numpy(positions).to(self.node.device, self.wide.dtype)
         return layer_calls.angles(there, self.workload.head_dim)
 
-    def flat(self, at: int, num_heads: int, wide: bool) -> Tensor:
-        """A contiguous piece of memory, as communication sees it."""
-        return (self.wide if wide else self.narrow)[at : at + num_heads].view(-1)
+    def flat(self, at: int, length: int, wide: bool, on_host: bool = False) -> Tensor:
+        """A contiguous piece of memory of so many units, as communication sees it."""
+        return self._memory(wide, on_host)[at : at + length].view(-1)
+
+    def _memory(self, wide: bool, on_host: bool) -> Tensor:
+        narrow, sums = self.host if on_host else (self.narrow, self.wide)
+        return sums if wide else narrow
 
 
 def bind(
@@ -82,18 +87,15 @@ def bind(
         kernel: one of `cpsim.real.run.attention.KERNELS`.
         laid_out: memory of the schedule, where one process makes that of all ranks; see `storage.lay_out`.
     """
-    if workload.value_dim not in (0, workload.head_dim):
-        raise InfeasibleError("value_dim: the executor lays out values as large as keys; leave value_dim out")
-    if node.cuda and schedule.on_host().any():
-        raise InfeasibleError(
-            "the executor keeps nothing in the host's memory of a GPU; predict it, or run it with --cpu"
-        )
     places, walk = laid_out or lay_out(schedule, workload)
     workload = workload.by_group(schedule.head_groups)
     dtype = DTYPES[workload.dtype]
-    memory = torch.zeros(int(places.nbytes[node.rank]), dtype=torch.uint8, device=node.device)
-    narrow, wide = (
-        memory.view(d).view(-1, workload.head_dim) for d in (dtype, torch.promote_types(dtype, torch.float32))
-    )
-    sinks = torch.zeros(workload.num_heads * workload.head_groups, dtype=wide.dtype, device=node.device)
-    return RankTensors(schedule, workload, node, kernel, places, narrow, wide, sinks=sinks), walk
+    sums = torch.promote_types(dtype, torch.float32)
+    of_gpu, of_host = places.nbytes[:, node.rank].tolist()
+    memory = torch.zeros(of_gpu, dtype=torch.uint8, device=node.device)
+    host = torch.zeros(of_host, dtype=torch.uint8, pin_memory=node.cuda and of_host > 0)
+    narrow, wide, *on_host = (m.view(d).view(-1, places.unit) for m in (memory, host) for d in (dtype, sums))
+    sinks = torch.zeros(workload.num_heads * workload.head_groups, dtype=sums, device=node.device)
+    return RankTensors(
+        schedule, workload, node, kernel, places, narrow, wide, (on_host[0], on_host[1]), sinks=sinks
+    ), walk

@@ -121,6 +121,7 @@ def merge_rows_kernel(
     has_old_wide: tl.constexpr,
     has_to_narrow: tl.constexpr,
     has_to_wide: tl.constexpr,
+    unit: tl.constexpr,
     dim: tl.constexpr,
     tokens: tl.constexpr,
 ):
@@ -129,17 +130,17 @@ def merge_rows_kernel(
     head = tl.program_id(1)
     d = (head * dim + tl.arange(0, dim))[None, :]
     at = tl.load(part + i, mask=inside, other=0).to(tl.int64)
-    y = tl.load(narrow + at[:, None] * dim + d, mask=inside[:, None], other=0.0).to(tl.float32)
+    y = tl.load(narrow + at[:, None] * unit + d, mask=inside[:, None], other=0.0).to(tl.float32)
     x = tl.zeros((tokens, dim), tl.float32)
     known = tl.zeros((tokens,), tl.int1)
     if has_old_narrow:
         at = tl.load(old_narrow + i, mask=inside, other=-1).to(tl.int64)
         known = known | (at >= 0)
-        x += tl.load(narrow + at[:, None] * dim + d, mask=(at >= 0)[:, None], other=0.0).to(tl.float32)
+        x += tl.load(narrow + at[:, None] * unit + d, mask=(at >= 0)[:, None], other=0.0).to(tl.float32)
     if has_old_wide:
         at = tl.load(old_wide + i, mask=inside, other=-1).to(tl.int64)
         known = known | (at >= 0)
-        x += tl.load(wide + at[:, None] * dim + d, mask=(at >= 0)[:, None], other=0.0)
+        x += tl.load(wide + at[:, None] * unit + d, mask=(at >= 0)[:, None], other=0.0)
     own = lse + head * lse_stride + tl.load(column + i, mask=inside, other=0)
     old = tl.load(own, mask=inside & known, other=float("-inf"))
     at_part = tl.load(part_column + i, mask=inside, other=0)
@@ -152,10 +153,72 @@ def merge_rows_kernel(
     tl.store(own, new, mask=inside)
     if has_to_narrow:
         at = tl.load(to_narrow + i, mask=inside, other=-1).to(tl.int64)
-        tl.store(narrow + at[:, None] * dim + d, merged.to(narrow.dtype.element_ty), mask=(at >= 0)[:, None])
+        tl.store(narrow + at[:, None] * unit + d, merged.to(narrow.dtype.element_ty), mask=(at >= 0)[:, None])
     if has_to_wide:
         at = tl.load(to_wide + i, mask=inside, other=-1).to(tl.int64)
-        tl.store(wide + at[:, None] * dim + d, merged, mask=(at >= 0)[:, None])
+        tl.store(wide + at[:, None] * unit + d, merged, mask=(at >= 0)[:, None])
+
+
+@triton.jit
+def join_sinks_kernel(
+    out,
+    lse,
+    sinks,
+    untouched,
+    num_tokens,
+    token_stride,
+    lse_stride,
+    head_dim: tl.constexpr,
+    block: tl.constexpr,
+    tokens: tl.constexpr,
+):
+    t = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    head = tl.program_id(1)
+    d = tl.arange(0, block)[None, :]
+    inside = t < num_tokens
+    sink = tl.load(sinks + head)
+    at_lse = lse + head.to(tl.int64) * lse_stride + t
+    old = tl.load(at_lse, mask=inside, other=0.0)
+    old = tl.where(tl.load(untouched + t, mask=inside, other=0) != 0, float("-inf"), old)
+    top = tl.maximum(old, sink)
+    new = top + tl.log(tl.exp(old - top) + tl.exp(sink - top))
+    at = out + t.to(tl.int64)[:, None] * token_stride + head * head_dim + d
+    there = inside[:, None] & (d < head_dim)
+    x = tl.load(at, mask=there, other=0.0).to(tl.float32) * tl.exp(old - new)[:, None]
+    tl.store(at, x.to(out.dtype.element_ty), mask=there)
+    tl.store(at_lse, new, mask=inside)
+
+
+@triton.jit
+def sink_gradients_kernel(
+    out,
+    dout,
+    lse,
+    sinks,
+    total,
+    num_tokens,
+    token_stride,
+    dout_stride,
+    lse_stride,
+    head_dim: tl.constexpr,
+    block: tl.constexpr,
+    tokens: tl.constexpr,
+    turns: tl.constexpr,
+):
+    head = tl.program_id(1)
+    d = tl.arange(0, block)[None, :]
+    sink = tl.load(sinks + head)
+    found = tl.zeros((tokens,), tl.float32)
+    for turn in range(turns):
+        t = (tl.program_id(0) * turns + turn) * tokens + tl.arange(0, tokens)
+        inside = t < num_tokens
+        there = inside[:, None] & (d < head_dim)
+        wide_t = t.to(tl.int64)[:, None]
+        x = tl.load(out + wide_t * token_stride + head * head_dim + d, mask=there, other=0.0).to(tl.float32)
+        y = tl.load(dout + wide_t * dout_stride + head * head_dim + d, mask=there, other=0.0).to(tl.float32)
+        known = tl.load(lse + head.to(tl.int64) * lse_stride + t, mask=inside, other=float("inf"))
+        found += tl.exp(sink - known) * tl.sum(x * y, axis=1)
+    tl.atomic_add(total + head, -tl.sum(found, axis=0))
 
 
 @triton.jit

@@ -100,8 +100,11 @@ def _of_megatron(gpus: int) -> Iterator[tuple[str, Case]]:
     for mine in (4, 16):
         routed = {**MODEL, "experts": mine * gpus, "top_k": 2, "expert_ffn": 256}
         parallel = {**zero1, "ep": gpus} if gpus > 1 else {"sharding": "none"}
-        found = _case(gpus, MEGATRON, {**parallel, "recompute": "none"}, "none", routed)
-        yield f"layer megatron eager {mine} experts{' ddp ep' if gpus > 1 else ''} none", found
+        name, how = f"layer megatron eager {mine} experts", {**parallel, "recompute": "none"}
+        yield f"{name}{' ddp ep' if gpus > 1 else ''} none", _case(gpus, MEGATRON, how, "none", routed)
+        if gpus == 1:
+            biased = {**routed, "clamped": True, "expert_bias": True}
+            yield f"{name} biased none", _case(gpus, MEGATRON, how, "none", biased)
 
 
 def _case(gpus: int, framework: Case, parallel: Case, strategy: str, model: Case = MODEL) -> Case:

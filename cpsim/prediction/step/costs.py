@@ -32,9 +32,6 @@ INSTEAD: Final = {
     "chunk_cat": "strided",
     "split_copy": "copy",
     "fp8_cast_rows": "copy",
-    "clamped_halves": "strided",
-    "clamped_halves_bwd": "strided",
-    "sink_gradient": "copy",
 }
 """Memory-bound kernels of libraries, and what stands for them in profiles that lack them."""
 

@@ -12,7 +12,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.models.profile import load_profile
 from cpsim.prediction.predict import predict
 from cpsim.prediction.results import Prediction
-from cpsim.prediction.step.hosts import layer_seconds
+from cpsim.prediction.step.hosts import layer_seconds, update_seconds
 from cpsim.prediction.step.layer import ElementwisePass
 from cpsim.prediction.step.program import Node, Program
 from cpsim.prediction.step.timing import Planned, Prices, Simulated, planned
@@ -58,7 +58,8 @@ def test_what_was_measured_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("experts", [4, 16])
 def test_experts_are_as_measured_beside_other_ranks(experts: int) -> None:
-    assert seconds(experts, dp=2) == pytest.approx(measured(f"megatron eager {experts} experts ddp ep none"))
+    assert seconds(experts, dp=2, ep=2) == pytest.approx(measured(f"megatron eager {experts} experts ddp ep none"))
+    assert seconds(experts) == pytest.approx(measured(f"megatron eager {experts} experts none"))
 
 
 def test_other_numbers_of_experts_lie_on_a_line() -> None:
@@ -67,7 +68,7 @@ def test_other_numbers_of_experts_lie_on_a_line() -> None:
 
 
 def test_graphs_of_attention_leave_what_experts_add() -> None:
-    whole, dense, left = seconds(8, dp=2), seconds(dp=2), seconds(8, dp=2, cuda_graphs="attention")
+    whole, dense, left = seconds(8, dp=2, ep=2), seconds(dp=2), seconds(8, dp=2, ep=2, cuda_graphs="attention")
     assert left == pytest.approx((whole[0] - dense[0], whole[1] - dense[1]))
 
 
@@ -155,3 +156,12 @@ def test_a_host_is_ahead_until_it_reads_something() -> None:
     assert ends_us(waiting(("a",)).simulated(({}, {}), LAUNCH, **ahead)) == [100, 115, 125, 330]
     late = waiting(("a",)).simulated(({}, {}), LAUNCH, ahead_s=-50e-6)
     assert ends_us(late)[0] == 160
+
+
+def test_biases_of_experts_take_hosts_longer_by_how_many_there_are() -> None:
+    few, many = (layer_seconds(HOST, "megatron eager", ALONE, count, biased=True) for count in (4, 16))
+    assert few and many
+    assert sum(few) > sum(seconds(4)) and sum(many) - sum(few) > sum(seconds(16)) - sum(seconds(4))
+    assert update_seconds(HOST, "megatron eager", ALONE, 16, biased=True) > update_seconds(
+        HOST, "megatron eager", ALONE, 16
+    )

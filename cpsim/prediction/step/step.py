@@ -638,9 +638,9 @@ class StepModel:
             stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
             for stream, name in names.items()
         }
-        experts = -(-self.model.experts // self.parallel.ep)
         adapters = self.framework.lora is not None
-        whole = layer_seconds(host, self._host_code, self.parallel, experts, adapters=adapters) if alone else None
+        of = partial(layer_seconds, host, self._host_code, self.parallel, self._experts)
+        whole = of(biased=self.model.expert_bias, adapters=adapters) if alone else None
         if whole is None:
             return alone
         measured = self
@@ -654,6 +654,11 @@ class StepModel:
     def _hosts_count(self) -> bool:
         """Whether hosts may be late: of layers in CUDA graphs they are not."""
         return bool(self.framework.launches) and self.parallel.cuda_graphs != "layers"
+
+    @property
+    def _experts(self) -> int:
+        """Of a rank."""
+        return -(-self.model.experts // self.parallel.ep)
 
     @property
     def _host_code(self) -> str:
@@ -713,7 +718,8 @@ class StepModel:
             return sum(share * one._host_seconds(tokens) for share, one in self.kinds)
         layers = self.layers[0]
         host, adapters = self.costs.profile.host, self.framework.lora is not None
-        update = update_seconds(host, self._host_code, self.parallel, adapters=adapters) * self.parallel.optimizer
+        of = partial(update_seconds, host, self._host_code, self.parallel, self._experts)
+        update = of(biased=self.model.expert_bias, adapters=adapters) * self.parallel.optimizer
         return self.parallel.microbatches * self._launched_seconds(tokens, 0) + layers * update
 
     def _ahead(self, end: float, pipeline: Pipeline, update: Floats) -> Floats:

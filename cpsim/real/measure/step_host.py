@@ -28,7 +28,7 @@ from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError
 from cpsim.prediction.step.hosts import EXPERTS
 from cpsim.real.run.node import Node, end_process
-from cpsim.real.run.timing import provenance
+from cpsim.real.run.timing import command_line, provenance
 from cpsim.real.steps import make
 from cpsim.real.steps.step import Steps
 
@@ -202,7 +202,7 @@ def main() -> None:
 def _run(node: Node, args: argparse.Namespace) -> int:
     writer, deadline = None, time.time() + 60 * args.minutes
     if node.rank == 0:
-        command = f"torchrun --nproc-per-node {node.size} -m cpsim.real.measure.step_host"
+        command = f"torchrun --nproc-per-node {node.size} -m " + command_line("cpsim.real.measure.step_host")
         writer = Writer(
             args.out.open("w", encoding="utf-8"), provenance(node.device, node.size, {}, command, args.commit)
         )

@@ -24,6 +24,7 @@ all, which compiles, does not count.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -44,6 +45,8 @@ WARMUP: Final = 5
 SOAK_S: Final = 0.25
 STEADY_S: Final = 1.5
 """The same of streamed iterations: the limiter of power looks at a second or so, and first reacts too strongly."""
+SWING_S: Final = 1.0
+"""Streamed iterations last at least so long, too, as the limiter goes on swinging (`studies.probes.swings`)."""
 WARMUP_S: Final = 0.8
 STABLE: Final = 0.03
 MAX_SOAK: Final = 300
@@ -92,7 +95,10 @@ def time_pass(
     first = _peaks(node)[0]
     if node.cuda:  # from now on memory is the steady state's: an optimizer has its states
         torch.cuda.reset_peak_memory_stats(node.device)
-    num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
+    each = median(warmup[-WARMUP:])
+    num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / each)))
+    if node.cuda and protocol == "streamed":
+        num = max(num, math.ceil(SWING_S / each))
     gc.disable()  # a collection amid the launches would count as theirs
     try:
         samples = batch(num)

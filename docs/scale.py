@@ -34,9 +34,8 @@ from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.price import price
 from cpsim.prediction.case import Case, resolve
-from cpsim.prediction.passes import KNOWN_PLACES
 from cpsim.prediction.predict import predict
-from cpsim.prediction.size import DRAWN_GPUS, MOST_PLACES
+from cpsim.prediction.size import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.schedule.schedule import Schedule
 from cpsim.schedule.work import free_work, waits

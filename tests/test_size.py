@@ -13,6 +13,16 @@ from cpsim.prediction.results import Infeasible
 from cpsim.prediction.size import MOST_BYTES, MOST_S, size_of
 from cpsim.runtime.limits import FORCE
 
+MODEL = {"layers": 4, "hidden": 512, "heads": 4, "kv_heads": 4, "head_dim": 128, "ffn": 1024, "vocab": 8192}
+STEP = {
+    "gpus": 8,
+    "model": MODEL,
+    "heads": 4,
+    "kv_heads": 4,
+    "tokens_per_gpu": 2**19,
+    "context": 4096,
+    "kernel": "fa2",
+}
 FIELDS = {"gpus": 64, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8, "strategy": "ring"}
 TINY = {"mask": "causal_document", "documents": {"distribution": "pile", "max_length": 8}}
 DRAWN = {"mask": "causal_document", "documents": {"distribution": "prolong512k"}}
@@ -30,6 +40,7 @@ DRAWN = {"mask": "causal_document", "documents": {"distribution": "prolong512k"}
         {"gpus": 1_000_000, "tokens_per_gpu": 512, "strategy": "distca"},
         {"mask": {"name": "block_sparse", "block": 1}, "kernel": "flex"},
         {"gpus": 2048, "tokens_per_gpu": 512, "mask": "shared_question", "kernel": "flex", "strategy": "zigzag_ring"},
+        {**STEP, "tokens_per_gpu": 2**26, "strategy": "none", "mask": "full_document", "documents": DRAWN["documents"]},
         {
             "model": {"layers": 10_000, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 1024, "vocab": 1000},
             "heads": 8,
@@ -106,6 +117,9 @@ def test_a_user_may_insist(monkeypatch):
         {"gpus": 8, "tokens_per_gpu": 10**6, "strategy": "distca", **TINY},
         {"gpus": 1024, "strategy": "distca", "tokens_per_gpu": 512},
         {"gpus": 128, "tokens_per_gpu": 512, "mask": "shared_question", "kernel": "flex", "strategy": "zigzag_ring"},
+        {**STEP, "strategy": "none", **DRAWN},
+        {**STEP, "strategy": "none", **DRAWN, "mask": "full_document"},
+        {**STEP, "strategy": "zigzag_ring", **DRAWN, "parallel": {"cp": 4}},
     ],
 )
 def test_sizes_are_what_predictions_take(changes):

@@ -161,7 +161,9 @@ def assert_continues(asked, passes=("fwd", "bwd"), most=1e-4, most_draws=1e-3):
         continued = _continued(case, pass_, copies)
         assert continued.timeline is None
         assert close(continued.time_s, spelled.time_s, most)
-        assert close(*(found.makespans(ERRORS) for found in (continued, spelled)), most_draws)
+        draws = [found.makespans(ERRORS) for found in (continued, spelled)]
+        assert close(*draws, most_draws)
+        assert close(*(np.quantile(one, [0.05, 0.95]) for one in draws), 1e-3)
         assert np.isclose(continued.exposed_s, spelled.exposed_s, rtol=1e-2, atol=1e-4 * spelled.time_s)
         assert close(continued.host_s, spelled.host_s, 1e-9)
         assert close(continued.sent, spelled.sent.max(), 1e-9)
@@ -188,17 +190,18 @@ def test_a_continued_ring_is_the_simulated_one_to_a_ten_thousandth(strategy, mas
 def test_rings_of_others_are_continued(implementation, strategy, kernel):
     what = {"profile": "h100-fa3"} if kernel == "fa3" else {}
     gpus = 320 * (8 if strategy == "usp" else 1)
-    assert_continues(scenario(implementation=implementation, strategy=strategy, kernel=kernel, gpus=gpus, **what))
+    asked = scenario(implementation=implementation, strategy=strategy, kernel=kernel, gpus=gpus, **what)
+    assert_continues(asked, most_draws=3e-3)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "zigzag_ring", "usp"])
 @pytest.mark.parametrize(
     "mask",
-    [{"name": "causal_sliding_window", "window": 4096}, "full_sliding_window", {"name": "lambda", "window": 8000}],
+    [{"name": "causal_sliding_window", "window": 4096}, "full_sliding_window", {"name": "lambda", "window": 6000}],
 )
 def test_rings_under_narrow_windows_are_continued(strategy, mask):
     asked = scenario(strategy=strategy, mask=mask, kernel="flex", gpus=320 * (8 if strategy == "usp" else 1))
-    assert_continues(asked, most=1e-5, most_draws=3e-3)
+    assert_continues(asked, most_draws=3e-3)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +232,17 @@ def test_outputs_that_a_ring_holds_are_counted_at_its_whole_length():
     assert 3.5 < found[1] / found[0] < 4
     with pytest.raises(OutOfMemoryError, match="needs at least"):
         predict(scenario(**asked, gpus=8192, tokens_per_gpu=8192))
+
+
+@pytest.mark.parametrize("per_node", [4, 72, 96])
+def test_rings_over_large_nodes_are_continued_from_whole_nodes(per_node):
+    cluster = resolve(scenario(strategy="ring")).cluster
+    fabric = replace(cluster.fabric, nics_per_node=per_node)
+    cluster = replace(cluster, gpus_per_node=per_node, num_gpus=per_node, fabric=fabric).with_gpus(10 * per_node)
+    case = resolve(scenario(strategy="zigzag_ring", gpus=8))
+    case = replace(case, cluster=cluster, workload=replace(case.workload, documents=(10 * per_node * 1024,)))
+    continued, spelled = _continued(case, "fwd", 1), simulated(case, "fwd", 1, 10 * per_node)
+    assert close(continued.time_s, spelled.time_s, 1e-3)
 
 
 def test_a_prediction_says_what_was_folded_and_what_was_continued():

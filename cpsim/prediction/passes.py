@@ -266,7 +266,8 @@ def _continues(case: Case, copies: int) -> bool:
 def _continued(case: Case, pass_: Pass, copies: int, ahead_s: float = 0.0) -> PassResult:
     """A long ring from shorter ones: every number lies on the line through those of the two longest of them."""
     cluster, unit = case.cluster, case.cluster.gpus_per_node // copies  # places of a node
-    sizes = [-(-known // unit) * unit * copies for known in KNOWN_PLACES]
+    nodes = [-(-known // unit) for known in KNOWN_PLACES]
+    sizes = [max(nodes[i], nodes[0] + i) * unit * copies for i in range(len(nodes))]
     found = [_simulated(_smaller(case, size), pass_, copies, cluster.num_gpus, ahead_s) for size in sizes]
 
     beyond = (cluster.num_gpus - sizes[2]) / (sizes[2] - sizes[1])

@@ -37,7 +37,7 @@ DRAWN_GPUS: Final = 256
 """Every GPU is simulated up to this many; above, Ulysses groups are folded."""
 MOST_PLACES: Final = 512
 """Places of a ring up to which all its steps are simulated."""
-KNOWN_PLACES: Final = (128, 192, 256)
+KNOWN_PLACES: Final = (96, 128, 192)
 """Places, or somewhat more, of the rings that longer ones continue."""
 RINGS: Final = ("ring", "zigzag_ring", "striped_ring")
 WINDOWS: Final = {

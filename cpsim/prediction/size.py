@@ -35,7 +35,7 @@ CUTTING: Final = ("zigzag_ring", "striped_ring", "usp", "loongtrain", "mesh", "h
 """Strategies that cut every document into parts for all GPUs."""
 DRAWN_GPUS: Final = 256
 """Every GPU is simulated up to this many; above, Ulysses groups are folded."""
-MOST_PLACES: Final = 512
+MOST_PLACES: Final = 384
 """Places of a ring up to which all its steps are simulated."""
 KNOWN_PLACES: Final = (96, 128, 192)
 """Places, or somewhat more, of the rings that longer ones continue."""

@@ -4,9 +4,9 @@
     python docs/scale.py --measure    # measure everything first; some minutes
     python docs/scale.py --sweep      # measure only the sweep first
 
-Times are medians of processor time, in one process on one core, after warm-up, so that neither compilation nor other
-programs count. Memory is the peak of a separate process, start-up included. The sweep is `cpsim sweep` on all cores,
-start-up included.
+Times are the least processor time of several calls, in one process on one core, after warm-up, so that neither
+compilation nor other programs count. Memory is the peak of a separate process, start-up included. The sweep is
+`cpsim sweep` on all cores, start-up included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,9 +33,8 @@ from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.price import price
 from cpsim.prediction.case import Case, resolve
-from cpsim.prediction.passes import KNOWN_PLACES
 from cpsim.prediction.predict import predict
-from cpsim.prediction.size import DRAWN_GPUS, MOST_PLACES
+from cpsim.prediction.size import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.schedule.schedule import Schedule
 from cpsim.schedule.work import free_work, waits
@@ -85,14 +83,14 @@ def scenario(strategy: str, gpus: int, pass_: str) -> Scenario:
 
 
 def seconds(work: Callable[[], object], least_s: float = 0.3) -> float:
-    """Median processor time of a call [s], over at least five calls and at least ``least_s`` in all (at most 200)."""
+    """Least processor time of a call [s], of at least five calls and at least ``least_s`` in all (at most 200)."""
     work()
     taken: list[float] = []
     while len(taken) < 5 or (sum(taken) < least_s and len(taken) < 200):
         started = time.process_time()
         work()
         taken.append(time.process_time() - started)
-    return statistics.median(taken)
+    return min(taken)
 
 
 def zigzag(case: Case) -> Schedule:
@@ -252,9 +250,9 @@ def page(data: dict[str, Any]) -> str:
         "# How fast cpsim is",
         "",
         f"Measured {data['date']} on one core ({data['machine']}, Python {data['python']}) by",
-        f"`{data['command']}`. Times are medians of processor time after warm-up. The load average of the",
-        f"machine's {data['cores']} cores was {data['load_average']} (1 is this process alone); other processes share "
-        "its caches and slow it.",
+        f"`{data['command']}`. Times are the least processor time of five calls or more after warm-up. The",
+        f"load average of the machine's {data['cores']} cores was {data['load_average']} (1 is this process alone); "
+        "other processes share its caches and slow it.",
         "",
         "## Operations a second",
         "",

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import yaml
 
-from cpsim.case.cluster import Cluster, load_cluster, presets
+from cpsim.case.cluster import Cluster, cluster_from, load_cluster, presets
 from cpsim.case.transports import Inside, constants
 from cpsim.errors import ScenarioError
 
@@ -197,6 +197,27 @@ def test_all_problems_are_listed_at_once(tmp_path):
         "fabrik",
     ):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gpu": {}, "fabric": {"nic": 2, "x": 3}, "inside": {}, "name": 1},
+        {"gpu": "x900", "gpus_per_node": 0, "inside": "ropes", "notes": 1, "name": 2, "profile": 3, "faults": 4},
+        {"gpu": {"name": "none"}, "faults": [{"part": "door", "number": -1, "rate": 2}] * 3, "host": "", "fabrik": {}},
+    ],
+)
+def test_a_message_about_many_problems_is_short_and_names_every_field(fields):
+    with pytest.raises(ScenarioError) as caught:
+        cluster_from(fields)
+    assert len(str(caught.value)) <= 350
+    assert not {name for name in fields if name not in str(caught.value)}
+
+
+def test_of_hundreds_of_problems_the_first_are_named():
+    with pytest.raises(ScenarioError, match=r"x0, x1, .*\.\.\.$") as caught:
+        cluster_from({f"x{i}": i for i in range(300)})
+    assert len(str(caught.value)) <= 350
 
 
 def test_unknown_cluster_names_the_nearest():

@@ -1,6 +1,7 @@
 """Prices of whole schedules: what they add up to, and what they refuse."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from cpsim.models.attention.calls import attention_op_seconds
 from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.feasible import copied_heads
+from cpsim.models.launches import _crossings
 from cpsim.models.network.collective import channels, collective_seconds, transfer_seconds
 from cpsim.models.network.communication import Communication
 from cpsim.models.network.holds import held_sms
@@ -374,6 +376,33 @@ def test_kernels_of_a_stream_do_not_pay_for_events_around_them():
         np.testing.assert_allclose(saved[~of_kind], 0.0, atol=2e-7)
     known = durations(**{"fwd": 1e-6, "fa4 fwd": 2e-6, "fa2 fwd": 3e-6})
     np.testing.assert_allclose((durations() - known)[schedule.kind == Kind.ATTENTION], 2e-6, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("allgather", {"heads_per_gather": 2}),
+        ("zigzag_ring", {}),
+        ("usp", {"ulysses": 4, "placement": "context_first"}),
+        ("mesh", {"keys": 4}),
+        ("dcp", {}),
+    ],
+)
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_ops_wait_for_another_stream_where_one_of_their_ranks_does(name, knobs, pass_):
+    schedule = plan(name, workload(16), pricing(16).cluster, pass_, knobs)
+    lanes = [
+        dict(zip(schedule.lane_rank[a:b].tolist(), schedule.lane_stream[a:b].tolist(), strict=True))
+        for a, b in pairwise(schedule.lane_start.tolist())
+    ]
+    waited = [schedule.dep[a:b].tolist() for a, b in pairwise(schedule.dep_start.tolist())]
+    expected = [
+        any(lanes[d][rank] != stream for d in deps for rank, stream in mine.items() if rank in lanes[d])
+        for mine, deps in zip(lanes, waited, strict=True)
+    ]
+    columns = ("lane_start", "lane_rank", "lane_stream", "dep_start", "dep")
+    assert any(expected)
+    assert _crossings(*(getattr(schedule, column) for column in columns)).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,16 @@ from cpsim.prediction.results import Infeasible
 from cpsim.prediction.size import MOST_BYTES, MOST_S, size_of
 from cpsim.runtime.limits import FORCE
 
+MODEL = {"layers": 4, "hidden": 512, "heads": 4, "kv_heads": 4, "head_dim": 128, "ffn": 1024, "vocab": 8192}
+STEP = {
+    "gpus": 8,
+    "model": MODEL,
+    "heads": 4,
+    "kv_heads": 4,
+    "tokens_per_gpu": 2**19,
+    "context": 4096,
+    "kernel": "fa2",
+}
 FIELDS = {"gpus": 64, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8, "strategy": "ring"}
 TINY = {"mask": "causal_document", "documents": {"distribution": "pile", "max_length": 8}}
 DRAWN = {"mask": "causal_document", "documents": {"distribution": "prolong512k"}}
@@ -30,6 +40,7 @@ DRAWN = {"mask": "causal_document", "documents": {"distribution": "prolong512k"}
         {"gpus": 1_000_000, "tokens_per_gpu": 512, "strategy": "distca"},
         {"mask": {"name": "block_sparse", "block": 1}, "kernel": "flex"},
         {"gpus": 2048, "tokens_per_gpu": 512, "mask": "shared_question", "kernel": "flex", "strategy": "zigzag_ring"},
+        {**STEP, "tokens_per_gpu": 2**26, "strategy": "none", "mask": "full_document", "documents": DRAWN["documents"]},
         {
             "model": {"layers": 10_000, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 1024, "vocab": 1000},
             "heads": 8,
@@ -73,13 +84,17 @@ def test_one_setting_that_is_too_large_is_no_candidate_and_loses_no_other():
     assert "too large to predict" in found.reason
 
 
-def test_code_of_others_is_simulated_rank_by_rank():
-    asked = {"gpus": 8192, "tokens_per_gpu": 2048, "strategy": "usp", "knobs": {"ulysses": 2}, "kernel": "fa2"}
-    large = FIELDS | asked | {"mask": "causal"}
-    assert size_of(scenario_from(large), load_cluster("dgx-h200")).seconds < 10
-    found = evaluate(scenario_from(large | {"implementation": "yunchang"}))
-    assert isinstance(found, Infeasible)
-    assert "too large to predict" in found.reason
+@pytest.mark.parametrize("strategy", ["zigzag_ring", "usp"])
+def test_code_of_others_is_folded_and_continued_as_ours_is(strategy):
+    knobs = {"knobs": {"ulysses": 2}} if strategy == "usp" else {}
+    asked = (
+        FIELDS | {"gpus": 8192, "tokens_per_gpu": 2048, "strategy": strategy, "kernel": "fa2", "mask": "causal"} | knobs
+    )
+    theirs = scenario_from(asked | {"implementation": "yunchang" if knobs else "ring-flash-attn"})
+    assert size_of(theirs, load_cluster("dgx-h200")).seconds < 10
+    begun = time.process_time()
+    assert predict(theirs).time_s > predict(asked).time_s
+    assert time.process_time() - begun < 20
 
 
 def test_a_user_may_insist(monkeypatch):
@@ -102,6 +117,9 @@ def test_a_user_may_insist(monkeypatch):
         {"gpus": 8, "tokens_per_gpu": 10**6, "strategy": "distca", **TINY},
         {"gpus": 1024, "strategy": "distca", "tokens_per_gpu": 512},
         {"gpus": 128, "tokens_per_gpu": 512, "mask": "shared_question", "kernel": "flex", "strategy": "zigzag_ring"},
+        {**STEP, "strategy": "none", **DRAWN},
+        {**STEP, "strategy": "none", **DRAWN, "mask": "full_document"},
+        {**STEP, "strategy": "zigzag_ring", **DRAWN, "parallel": {"cp": 4}},
     ],
 )
 def test_sizes_are_what_predictions_take(changes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.changes import TIMES, split_name, with_value
-from cpsim.case.files import SCHEMA, explain_all, read_document, take_schema
+from cpsim.case.files import SCHEMA, explain_all, read_document, take_schema, together
 from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpus
 from cpsim.case.shorthand import filled, read_nics
 from cpsim.case.transports import Inside, TransportName
@@ -305,11 +304,11 @@ def cluster_from(fields: dict[str, Any]) -> Cluster:
         problems.append(str(error))
         data = data | {"gpu": next(iter(presets().values())).gpu.to_dict()}  # so that the rest is checked, too
     try:
-        cluster = _cluster(data)
-    except ScenarioError as error:
-        problems.append(str(error))
+        cluster = _validated(data)
+    except ValidationError as error:
+        problems += _explained(error)
     if problems:
-        raise ScenarioError("; ".join(problems))
+        raise ScenarioError(together(problems))
     return cluster
 
 
@@ -352,13 +351,21 @@ def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cluster(data: dict[str, Any]) -> Cluster:
+    try:
+        return _validated(data)
+    except ValidationError as error:
+        raise ScenarioError(together(_explained(error))) from None
+
+
+def _explained(error: ValidationError) -> list[str]:
+    return explain_all(error, [field.name for field in fields(Cluster)])
+
+
+def _validated(data: dict[str, Any]) -> Cluster:
     if "num_gpus" not in data:
         per_node = data.get("gpus_per_node")
         data = data | {"num_gpus": per_node if type(per_node) is int and per_node > 0 else 1}
-    try:
-        return _adapter().validate_json(json.dumps(data, default=str))
-    except ValidationError as error:
-        raise ScenarioError(explain_all(error, [field.name for field in dataclasses.fields(Cluster)])) from None
+    return _adapter().validate_json(json.dumps(data, default=str))
 
 
 @cache

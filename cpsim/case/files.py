@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -257,9 +257,41 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
     return _in_words(problems[0], fields) + suffix
 
 
-def explain_all(error: ValidationError, fields: Iterable[str]) -> str:
-    """Every problem of a validation in one line; arguments as of ``explain``."""
-    return "; ".join(_in_words(problem, fields) for problem in _problems(error))
+def explain_all(error: ValidationError, fields: Iterable[str]) -> list[str]:
+    """Every problem of a validation, fields with the same one together; arguments as of ``explain``."""
+    found: dict[str, list[str]] = {}
+    for problem in _problems(error):
+        where, _, what = _in_words(problem, fields).partition(": ")
+        found.setdefault(what, []).append(where)
+    several = {"missing; add it": "missing; add them", "unknown field; remove it": "unknown fields; remove them"}
+    return [f"{', '.join(where)}: {several.get(what, what) if where[1:] else what}" for what, where in found.items()]
+
+
+TOLD: Final = 350
+"""Characters of a message about several problems."""
+_ADVICE: Final = re.compile("; (?!got )")
+
+
+def together(problems: Sequence[str]) -> str:
+    """All problems in one line of at most ``TOLD`` characters.
+
+    Where there are too many, the longest are told without their advice, then by the names of their fields alone.
+
+    Args:
+        problems: each as ``field: what is wrong; advice``.
+    """
+    told, named = list(problems), list[str]()
+    for longest in sorted(told, key=len, reverse=True):
+        if len(_in_line(told, named)) > TOLD:
+            told[told.index(longest)] = _ADVICE.split(longest)[0]
+    while len(_in_line(told, named)) > TOLD and told[1:]:
+        told.remove(longest := max(told, key=len))
+        named.append(longest.partition(": ")[0])
+    return cut(_in_line(told, named), TOLD)
+
+
+def _in_line(told: Sequence[str], named: Sequence[str]) -> str:
+    return "; ".join([*told, f"wrong, too: {', '.join(named)}"] if named else told)
 
 
 def _problems(error: ValidationError) -> list[ErrorDetails]:

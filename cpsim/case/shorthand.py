@@ -65,8 +65,8 @@ def _inside(text: str) -> dict[str, Any]:
     found = PORT.fullmatch(text)
     if found is None:
         raise ScenarioError(
-            f"inside: expected a link and a port's rate in one direction, e.g. 'nvlink 450 GB/s nvls' (H100), "
-            f"'nvlink 300 GB/s' (A100) or 'pcie 32 GB/s' (16 lanes of PCIe 4.0), got {shown(text)}"
+            f"inside: expected a link and a port's rate in one direction, got {shown(text)}; e.g. "
+            "'nvlink 450 GB/s nvls' (H100), 'nvlink 300 GB/s' (A100) or 'pcie 32 GB/s' (16 lanes of PCIe 4.0)"
         )
     return {
         "link": found[1].lower(),
@@ -121,5 +121,6 @@ def read_nics(text: object) -> tuple[int, float]:
         except ValueError:
             pass
     raise ScenarioError(
-        f"nics: expected their number and line rate, e.g. 4 x 200G (200 Gb/s each) or 8 x 50 GB/s, got {shown(text)}"
+        f"nics: expected their number and line rate, e.g. 4 x 200G or 8 x 50 GB/s, got {shown(text)}; "
+        "200G is 200 Gb/s for each"
     )

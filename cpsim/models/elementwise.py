@@ -13,10 +13,6 @@ from cpsim.units import CLOSED, ByName, Rate, Seconds
 
 Floats = NDArray[np.float64]
 
-OF_SMS = ("dcp_copy", "dcp_gradients", "dcp_sum")
-"""Kernels of programs so small, of 128 elements, that they take as long as SMs take to start them, whatever the memory:
-on H200 copies reach 0.84 TB/s, a fifth of what others do."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementwiseParams:

@@ -158,7 +158,7 @@ class _Kernels:
         steady = bool(np.isinf(self.given.ahead_s))
         for note in self.profile.products_notes(float((2.0 * m * n * k).max()), steady=steady):
             self._note(note)
-        spread = self.profile.sigma["run to run"] * expected_maximum(self.schedule.num_ranks)
+        spread = self.profile.sigma["run to run"] * expected_maximum(round(self.schedule.num_ranks * self.given.alike))
         return gemm_seconds(self.profile.layers.gemm, m, n, k) * (1 + spread)
 
     def _layer_ops(self, ops: Ints) -> tuple[Floats, Ints]:

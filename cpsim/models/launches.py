@@ -118,11 +118,30 @@ def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ign
     found = np.zeros(len(lane_start) - 1)
     for op in range(len(found)):
         for d in dep[dep_start[op] : dep_start[op + 1]]:
-            for there in range(lane_start[d], lane_start[d + 1]):
-                for here in range(lane_start[op], lane_start[op + 1]):
-                    if lane_rank[here] == lane_rank[there] and lane_stream[here] != lane_stream[there]:
-                        found[op] = 1.0
+            fewer, more = (
+                (op, d) if lane_start[op + 1] - lane_start[op] < lane_start[d + 1] - lane_start[d] else (d, op)
+            )
+            for lane in range(lane_start[fewer], lane_start[fewer + 1]):
+                other = _lane_on(lane_rank[lane], lane_rank, lane_start[more], lane_start[more + 1])
+                if other >= 0 and lane_stream[lane] != lane_stream[other]:
+                    found[op] = 1.0
+                    break
+            if found[op]:
+                break
     return found
+
+
+@compiled()
+def _lane_on(rank, lane_rank, begin, end):  # type: ignore[no-untyped-def]
+    """The lane of an op on a rank, -1 where it has none; ranks of collectives are mostly equally far apart."""
+    if end - begin > 2 and lane_rank[begin + 1] != lane_rank[begin]:
+        guess = begin + (rank - lane_rank[begin]) // (lane_rank[begin + 1] - lane_rank[begin])
+        if begin <= guess < end and lane_rank[guess] == rank:
+            return guess
+    for lane in range(begin, end):
+        if lane_rank[lane] == rank:
+            return lane
+    return -1
 
 
 @compiled()

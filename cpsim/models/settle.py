@@ -128,10 +128,19 @@ def slowest_of_many(schedule: Schedule, pass_: Pass, seconds: Floats, given: Con
     differs = mine * given.profile.attention_params(given.kernel, pass_).spread(mine)
     of_calls = np.sqrt(np.bincount(ranks, differs**2, schedule.num_ranks))[busy.argmax()] / busy.max()
     spread = float(np.hypot(given.profile.between_gpus(given.kernel, pass_), of_calls))
-    most = round(int((busy >= busy.max() * (1 - 2 * spread)).sum()) * given.alike)
     slower = seconds.copy()
-    slower[attends] *= 1 + spread * expected_maximum(most)
+    slower[attends] *= 1 + spread * expected_maximum(_busiest(busy, busy.max() * (1 - 2 * spread), given))
     return slower
+
+
+def _busiest(busy: Floats, least: float, given: Conditions) -> int:
+    """GPUs that are busy for so long at least, those that others stand for included.
+
+    Of a ring that stands for a longer one the count lies between those of its GPUs, since one of them is many there.
+    """
+    if given.alike == given.cluster.copies:
+        return round(int((busy >= least).sum()) * given.alike)
+    return round(float(np.interp(least, np.sort(busy), np.arange(len(busy), 0, -1))) * given.alike)
 
 
 def with_faults(schedule: Schedule, seconds: Floats, given: Conditions) -> Floats:

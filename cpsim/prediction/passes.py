@@ -7,7 +7,7 @@ Two things keep large machines affordable:
 * *Continued rings*, not exact: in a ring of hundreds of places one step follows the other as the last one did, so the
   time grows with the places along a line. Rings of ``KNOWN_PLACES`` are simulated and the line is continued; how far
   the longest of them is from the line through the other two is said in a note. Only where every GPU has as much to do
-  in a short ring as in a long one: one document, full or causal.
+  in a short ring as in a long one, or grows along a line: one document, whose mask is full, causal or a narrow window.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from cpsim.models.host import HELD_S
 from cpsim.models.price import Priced, price
 from cpsim.models.uncertainty import NUM_DRAWS, Draws, Floats
 from cpsim.prediction.case import Case
-from cpsim.prediction.size import DRAWN_GPUS, MOST_PLACES, RINGS
+from cpsim.prediction.size import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, RINGS, grows_along_a_line
 from cpsim.schedule.schedule import Pass, Planning, Schedule
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
@@ -36,9 +35,6 @@ from cpsim.strategies.others import CPSIM
 from cpsim.strategies.sizes import Sizes
 from cpsim.strategies.steps.layer import plan_scenario
 from cpsim.strategies.usp import ulysses_degree
-
-KNOWN_PLACES: Final = (128, 192, 256)
-"""Places, or somewhat more, of the rings that longer ones continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +149,10 @@ def _copies(case: Case) -> int:
     """Replication factor: the size of a Ulysses group of consecutive GPUs of a node, where there are many GPUs."""
     scenario, cluster, knobs = case.scenario, case.cluster, case.scenario.knobs
     folds = scenario.strategy in ("usp", "loongtrain") and knobs.get("placement", "head_first") == "head_first"
-    ours = case.code is CPSIM and scenario.part is None
-    if not (folds and ours) or case.workload.sinks or cluster.num_gpus <= DRAWN_GPUS:
+    if not folds or scenario.part is not None or case.workload.sinks or cluster.num_gpus <= DRAWN_GPUS:
         return 1
     asked = knobs.get("ulysses")
-    degree = ulysses_degree(str(scenario.strategy), case.workload, cluster, asked, "head_first")
+    degree = ulysses_degree(str(scenario.strategy), case.workload, cluster, asked, "head_first", case.code)
     return degree if 1 < degree < cluster.num_gpus and cluster.can_fold(degree) else 1
 
 
@@ -169,10 +164,11 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
         scenario, cluster = scenario.model_copy(update={"knobs": knobs}), cluster.folded(copies)
     folded = replace(case, scenario=scenario, cluster=cluster)
     own: Pass = "fwd" if "token_chunks" in scenario.knobs else pass_  # backward, a GPU holds gradients alone
-    _check_memory(folded, least_memory(case.workload, case.cluster.num_gpus, own), "at least ")
+    tokens = case.workload.num_tokens * num_gpus / case.cluster.num_gpus
+    _check_memory(folded, least_memory(case.workload, case.cluster.num_gpus, own), tokens, "at least ")
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = _memory_of(schedule, case)
-    _check_memory(folded, memory)
+    _check_memory(folded, memory, tokens)
     given = replace(case.conditions(), cluster=cluster, alike=num_gpus / cluster.num_gpus)
     priced = price(schedule, replace(given, ahead_s=max(ahead_s, given.ahead_s)))
     timeline = simulate(schedule, priced.work)
@@ -221,8 +217,14 @@ def _memory_of(schedule: Schedule, case: Case) -> int:
     return int((schedule.memory() + working_memory(schedule, case.scenario.kernel, case.workload.head_dim)).max())
 
 
-def _check_memory(case: Case, memory: int, bound: str = "") -> None:
+def _check_memory(case: Case, memory: int, tokens: float, bound: str = "") -> None:
     """Whether a GPU has as much as its fullest pass needs.
+
+    Args:
+        case: what was planned.
+        memory: bytes on the fullest GPU.
+        tokens: of the case that is asked about, of which ``case`` may be a smaller one.
+        bound: what stands before the bytes; empty: other passes are looked at, too.
 
     Raises:
         OutOfMemoryError: it has not; says what all passes need, and what would fit.
@@ -232,7 +234,7 @@ def _check_memory(case: Case, memory: int, bound: str = "") -> None:
         return
     if not bound:
         memory = max([memory, *(_planned_memory(case, pass_) for pass_ in case.scenario.passes)])
-    fits = case.workload.num_tokens * limit / memory
+    fits = tokens * limit / memory
     about = f"{fits / 2**20:.3g}M" if fits >= 2**20 else f"{fits / 2**10:.3g}k"
     has = f"{case.cluster.gpu.name} has {limit / 1e9:.1f} GB"
     raise OutOfMemoryError(
@@ -257,22 +259,20 @@ def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> Floats:
 
 def _continues(case: Case, copies: int) -> bool:
     """Whether a ring's time is known from that of shorter rings with as many tokens on each GPU."""
-    workload, cluster, strategy = case.workload, case.cluster, case.scenario.strategy
-    alike = (
-        len(workload.documents) == 1
-        and not workload.cached
-        and workload.mask in ("full", "causal")
-        and not cluster.faults
-    )
+    workload, cluster, strategy = case.workload, case.cluster, str(case.scenario.strategy)
     whole = workload.num_tokens % cluster.num_gpus == 0 and cluster.gpus_per_node // copies <= KNOWN_PLACES[0]
     ring = strategy in RINGS or (strategy == "usp" and copies > 1)
-    return alike and whole and ring and case.code is CPSIM and case.scenario.part is None
+    if not (whole and ring) or len(workload.documents) > 1 or workload.cached or cluster.faults or case.scenario.part:
+        return False
+    tokens = workload.num_tokens // cluster.num_gpus * copies
+    return grows_along_a_line(strategy, workload.mask, workload.mask_options, tokens)
 
 
 def _continued(case: Case, pass_: Pass, copies: int, ahead_s: float = 0.0) -> PassResult:
     """A long ring from shorter ones: every number lies on the line through those of the two longest of them."""
     cluster, unit = case.cluster, case.cluster.gpus_per_node // copies  # places of a node
-    sizes = [-(-known // unit) * unit * copies for known in KNOWN_PLACES]
+    nodes = [-(-known // unit) for known in KNOWN_PLACES]
+    sizes = [max(nodes[i], nodes[0] + i) * unit * copies for i in range(len(nodes))]
     found = [_simulated(_smaller(case, size), pass_, copies, cluster.num_gpus, ahead_s) for size in sizes]
 
     beyond = (cluster.num_gpus - sizes[2]) / (sizes[2] - sizes[1])
@@ -286,10 +286,12 @@ def _continued(case: Case, pass_: Pass, copies: int, ahead_s: float = 0.0) -> Pa
         f"through {sizes[0] // copies} and {sizes[1] // copies}"
     )
     last = found[1:]
+    memory = round(_further(last[0].memory_bytes, last[1].memory_bytes, beyond))
+    _check_memory(case, memory, case.workload.num_tokens, "at least ")
     return PassResult(
         time_s=_further(last[0].time_s, last[1].time_s, beyond),
         host_s=_further(last[0].host_s, last[1].host_s, beyond),
-        memory_bytes=last[1].memory_bytes,
+        memory_bytes=memory,
         notes=(note, *last[1].notes),
         planning=last[1].planning,
         simulated=(*last[0].simulated, *last[1].simulated),

@@ -98,7 +98,7 @@ def plan(
         if knob not in known:
             offers = f"it has {', '.join(known)}" if known else "it has none"
             raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
-    chosen = code.check(name, workload, cluster.num_gpus, knobs)
+    chosen = code.check(name, workload, cluster.all_gpus, knobs)
     if workload.sparse is not None and name not in ADAPTED:
         raise InfeasibleError(f"sparse: chosen keys are planned for {', '.join(ADAPTED)}, got {name}; leave sparse out")
     if workload.value_dim not in (0, workload.head_dim) and (name not in ANY_VALUES or code.name != CPSIM.name):
@@ -124,4 +124,4 @@ def plan(
         return schedule
     if code.projections is None or pass_ == "fwd":
         return schedule
-    return followed_by(schedule, code.projections.ops(workload, cluster.num_gpus))
+    return followed_by(schedule, code.projections.ops(workload, cluster.all_gpus))

@@ -221,12 +221,7 @@ def test_numbers_of_yaml_are_read_as_yaml_1_2_does_or_refused(text, values):
     assert answer.status == 2 or json.loads(answer.out)["scenario"]["tokens"] in values
 
 
-SLOW_ANSWER = pytest.mark.xfail(reason="advise simulates and draws long rings in five ways, each of which takes 1.2 s")
-
-
-@pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=[SLOW_ANSWER] * (size == "a million GPUs, any strategy")) for size in SIZES]
-)
+@pytest.mark.parametrize("size", SIZES)
 def test_absurd_sizes_are_answered_or_refused_at_once(size):
     with open(name := f"{next(NUMBERS)}.json", "w") as file:
         json.dump(RING | SIZES[size], file)

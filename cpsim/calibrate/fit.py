@@ -48,7 +48,8 @@ from cpsim.calibrate.residuals import (
 )
 from cpsim.errors import ProfileError
 from cpsim.models.derive import PUBLISHED
-from cpsim.models.parameters import IN_TURNS
+from cpsim.models.elementwise import ElementwiseParams
+from cpsim.models.parameters import IN_TURNS, LayerCosts
 from cpsim.models.profile import Profile
 from cpsim.models.spread import NINETIES
 from cpsim.models.standin import StandIn
@@ -193,11 +194,22 @@ def _completed(
         attention=attention,
         interference=profile.interference if profile.interference.computation else theirs.interference,
         load=profile.load or theirs.load,
-        layers=profile.layers or stand_in.layers(profile.gpu),
+        layers=with_kinds(profile.layers, stand_in.kinds(profile.gpu)) or stand_in.layers(profile.gpu),
         sigma={**profile.sigma, **{m: theirs.sigma[m] for m in models - measured_models}},
         valid=dict(sorted({**lent, **profile.valid}.items())),
         provenance=(*profile.provenance, source) if borrowed else profile.provenance,
     )
+
+
+def with_kinds(mine: LayerCosts | None, theirs: LayerCosts | None) -> LayerCosts | None:
+    """Costs of layers, with kinds of memory-bound ops that were not measured from others' costs."""
+    if mine is None or theirs is None:
+        return mine
+    ops = ElementwiseParams(
+        latency_s={**theirs.ops.latency_s, **mine.ops.latency_s},
+        bandwidth_bytes_per_s={**theirs.ops.bandwidth_bytes_per_s, **mine.ops.bandwidth_bytes_per_s},
+    )
+    return replace(mine, ops=ops)
 
 
 def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:

@@ -112,7 +112,7 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """RMSNorm, grouped-query attention with rotary positions, SwiGLU; no biases, input and output embeddings apart.
+    """RMSNorm, grouped-query attention with rotary positions, SwiGLU; input and output embeddings apart.
 
     With experts, the MLP of every layer is a mixture of them: a router sends each token to some.
     """
@@ -162,6 +162,10 @@ class Model:
     """Layers with a state that have no MLP."""
     sinks: bool = False
     """Whether every head of attention has a sink: a learned logit that joins the denominators of its softmax."""
+    clamped: bool = False
+    """Whether gate and up projections of experts are clamped before their activation (gpt-oss)."""
+    expert_bias: bool = False
+    """Whether linear layers of experts have biases."""
     sparse: Sparse | None = None
     """How queries of every layer choose their keys; None: they see all."""
 

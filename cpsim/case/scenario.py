@@ -187,11 +187,13 @@ class ModelSection(BaseModel):
     sparse: str | Mapping[str, Any] | None = None
     """How queries choose their keys, as the scenario's own field."""
     sinks: bool | None = None
+    clamped: bool | None = None
+    expert_bias: bool | None = None
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields where they say nothing: these words are the seed of a prediction's draws."""
         later = {"window", "window_pattern", "kv_rank", "q_rank", "rope_dim", "value_dim", "dense_layers"}
-        later |= {"recurrent", "attention_layers", "bare_layers", "sparse", "sinks"}
+        later |= {"recurrent", "attention_layers", "bare_layers", "sparse", "sinks", "clamped", "expert_bias"}
         said = [(name, value) for name, value in super().__repr_args__() if name not in later or value]
         return [(name, value) for name, value in said if name != "gated" or value is False]
 

@@ -46,6 +46,10 @@ class StandIn:
         """Products and memory-bound ops of layers, as ``kernels``."""
         return self.profile.layers if self.kernels(gpu) else None
 
+    def kinds(self, gpu: str) -> LayerCosts | None:
+        """Costs of layers whose memory-bound ops stand in, kind by kind, beside those that were measured on a GPU."""
+        return self.of(self.source, gpu_of_driver(gpu)).profile.layers
+
     def start(self, key: tuple[str, str]) -> AttentionParams | None:
         """Where a fit to few points of one kernel and pass starts: the kernel itself or one that descends from the same
         code."""

@@ -25,7 +25,7 @@ FINDINGS: Final = (
     Finding(
         "USP's grid of 32,768 tokens",
         lambda row: row.kind == "yunchang" and "x 32768 tokens" in row.name,
-        "",
+        "taken for heads of 128, which its own Ulysses rows say; its rings are faster than transfers that wait for SMs",
     ),
     Finding(
         "a basic ring of packed tensors on A100",
@@ -41,7 +41,7 @@ FINDINGS: Final = (
     Finding(
         "experts on H100",
         lambda row: row.routed and row.gpu == "H100",
-        "hosts wait for the numbers of tokens of each expert in every layer; cpsim has them launch, and never wait",
+        "",
     ),
     Finding(
         "experts of releases that later ones leave behind",

@@ -2,19 +2,16 @@
 
 - Gradients are summed in bf16.
 - Routing is forced to be even, by random logits.
-- The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32
-  and added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of products.
 - Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again; where it says
   `mla_up_proj`, queries, keys and values are made from their latents again.
 
-Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias);
-NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0 to v0.5.1
+Source: NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0 to v0.5.1
 (cutedsl_fused_grouped_mlp, recompute_modules, grad_reduce_in_fp32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Final
@@ -25,12 +22,7 @@ from cpsim.prediction.step.precision import FP8
 from cpsim.prediction.step.program import LayerCode, Node
 from studies.public.row import Code
 
-FORWARD: Final = {"mixed": 4 + 10 + 6, "copy": 8}
-"""Bytes of every element of results by kernel: a product in fp32, its sum with them and the cast back, which mix types;
-and all put together."""
-BACKWARD: Final = {"mixed": 6 + 6 + 12 + 12, "copy": 4}
-"""The same of gradients: two casts, sums of products for the router's weights and for the bias; and put together."""
-AGAIN: Final = frozenset({"x norm", "h norm", "expert swiglu"})
+AGAIN: Final = frozenset({"x norm", "h norm", "expert swiglu", "expert clamped"})
 """What is not kept with recompute_modules layernorm and moe_act."""
 FROM_LATENTS: Final = frozenset({"q k v"})
 """The same with mla_up_proj."""
@@ -59,29 +51,6 @@ def weighted_inside(s: Sizes, compiled: bool) -> LayerCode:
     made = {name for node in forward for name in node.makes}
     kept = made & {name for node in backward for name in node.reads}
     return LayerCode(forward=tuple(forward), backward=tuple(backward), kept=frozenset(kept))
-
-
-def biased(code: LayerCode, s: Sizes) -> LayerCode:
-    """A layer with biases of experts."""
-    assert s.experts is not None
-    elements, many = sum(s.experts.rows) * s.model.hidden, len(s.experts.rows)
-    downs = {f"expert down {i}" for i in range(many)}
-    after = max(i for i, node in enumerate(code.forward) if downs & node.makes.keys())
-    before = min(i for i, node in enumerate(code.backward) if isinstance(node.what, Gemm))
-
-    def passes(kinds: Mapping[str, int], reads: tuple[str, ...], calls: int) -> list[Node]:
-        return [Node(ElementwisePass(kind, each * elements), reads, {}, calls=calls) for kind, each in kinds.items()]
-
-    forward = passes(FORWARD, code.forward[after].reads, many + 1)
-    forward[-1] = replace(forward[-1], makes={"biased": 0})
-    backward = passes(BACKWARD, code.backward[before].reads[:1], 3 * many)
-    then, *others = code.forward[after + 1 :]
-    then = replace(then, reads=(*then.reads, "biased"))
-    return replace(
-        code,
-        forward=(*code.forward[: after + 1], *forward, then, *others),
-        backward=(*code.backward[:before], *backward, *code.backward[before:]),
-    )
 
 
 TESTED: Final = replace(MEGATRON, source="Megatron-LM@d98e8a64d", layer=weighted_inside, last=MEGATRON.losses["none"])
@@ -122,8 +91,6 @@ class Recipe:
 
     fused: bool
     """Experts are one kernel."""
-    biased: bool
-    """Their second linear layer has a bias."""
     again: frozenset[str]
     """What is not kept but computed again."""
     native_loss: bool = False
@@ -141,8 +108,8 @@ class Recipe:
         )
 
     def _layer(self, s: Sizes, compiled: bool) -> LayerCode:
-        code = MEGATRON.layer(s, compiled)
-        return biased(code, s) if self.biased else code
+        sizes = replace(s, model=replace(s.model, clamped=False)) if self.fused else s
+        return MEGATRON.layer(sizes, compiled)
 
     def _kept(self, s: Sizes, compiled: bool) -> frozenset[str]:
         return self._layer(s, compiled).kept - self.again

@@ -35,6 +35,7 @@ PREDICTED: Final = {
     "h200x2-1128q": ("predicted-megatron-h200",),
     "h200x2-1128r": ("predicted-megatron-h200",),
     "h200x2-1128t": ("predicted-megatron-h200",),
+    "h200x1-1129c": ("predicted-gpt-oss-h200",),
 }
 """By machine, predictions that were committed before its cases ran."""
 

@@ -23,7 +23,7 @@ CAUSAL_LM: Final = {
     "qwen2_moe": ("biases of queries, keys and values",),
     "gemma3": ("norms of queries and keys", "norms after attention and MLP"),
     "gemma3_text": ("norms of queries and keys", "norms after attention and MLP"),
-    "gpt_oss": ("biases of linear layers", "attention sinks where no kernel joins them"),
+    "gpt_oss": ("biases of attention's linear layers", "attention sinks where no kernel joins them"),
     "phi3": (),
     "olmo2": ("norms of queries and keys",),
     "smollm3": (),
@@ -134,7 +134,7 @@ def _model(s: Settings, kind: str) -> dict[str, Any]:
         "window": window,
         "window_pattern": pattern,
         "sparse": _indexer(s) if kind == "deepseek_v32" else None,
-        "sinks": True if kind == "gpt_oss" else None,
+        **dict.fromkeys(("sinks", "clamped", "expert_bias"), True if kind == "gpt_oss" else None),
     }
     return without_none(model)
 

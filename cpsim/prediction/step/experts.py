@@ -7,15 +7,19 @@ copies before and sum and scatter them after. Every expert gets as many tokens a
 Reference: Lepikhin et al., "GShard" (2020), section 2.2 (top-k routing, all-to-all); Megatron-Core 0.12,
 transformer/moe: router.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher: order of permutations and collectives;
 results are weighted where they arrive, so that they are kept), experts.py (TEGroupedMLP: products of one expert after
-the other). By default nothing runs beside the all-to-alls.
-Differs: counts of tokens that ranks tell each other, and waits of the host for them, are left out; permutations are
-fused, as its example for Mixtral has them, which is not the default.
+the other). By default nothing runs beside the all-to-alls. Hosts read how many tokens each expert gets before they
+launch what sends them (MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize). Biases of second linear layers
+(TEGroupedMLP._apply_bias) and clamps (fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl) are no part of other
+kernels.
+Differs: counts of tokens that ranks tell each other are left out; permutations are fused, as its example for Mixtral
+has them, which is not the default.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from cpsim.case.model import Model
@@ -24,6 +28,13 @@ from cpsim.prediction.step.program import LayerCode, Node, Nodes, Stream
 from cpsim.schedule.transformer import OP_BYTES
 
 What = Collective | ElementwisePass
+BIASED: Final = {"mixed": 4 + 10 + 6, "copy": 8}
+"""Bytes of every element of results by kernel: a product in fp32, its sum with them and the cast back, which mix types;
+and all put together."""
+BIASED_BACK: Final = {"mixed": 6 + 6 + 12 + 12, "copy": 4}
+"""The same of gradients: two casts, sums of products for the router's weights and for the bias; and put together."""
+CLAMPS: Final = {"clamped_halves": (8, 3), "clamped_halves_bwd": (10, 7)}
+"""Bytes that are read and written for an element, and launches of the host."""
 NOTE: Final = (
     "experts: each gets equally many tokens, and grouped products are priced as the sum of the experts' own; "
     "an estimate, not measured"
@@ -86,16 +97,19 @@ class Experts:
         """From ``h norm``, this rank's shard, to ``routed``."""
         scores, hidden = self.shard * self.model.experts, BF16 * self.shard * self.model.hidden
         rows, there = self._there("sent")
-        returned, back = self._back(self._each("expert down"))
+        returned, back = self._back((*self._each("expert down"), *self._biased))
         router = Gemm("forward", self.shard, self.model.experts, self.model.hidden)
+        first, *others = (*there, *self._products("forward", "gate_up", rows, "expert gate up"))
         return (
             Node(router, ("h norm", "weights"), {"router": BF16 * scores}),
             Node(ElementwisePass("copy", (BF16 + FP32) * scores), ("router",), {"probs": FP32 * scores}),
             Node(ElementwisePass("copy", 2 * self.sent_bytes), ("h norm", "probs"), {"sent": self.sent_bytes}),
-            *there,
-            *self._products("forward", "gate_up", rows, "expert gate up"),
-            self._swiglu("swiglu", self._each("expert gate up"), "expert swiglu", self.inner),
+            replace(first, awaits=("probs",)),
+            *others,
+            *self._clamps("clamped_halves", self._each("expert gate up"), "expert clamped"),
+            self._swiglu("swiglu", self._gates, "expert swiglu", self.inner),
             *self._products("forward", "down", "expert swiglu", "expert down"),
+            *self._biases(BIASED, self._each("expert down"), self._biased, len(self.rows) + 1),
             *back,
             Node(self._sums(), (*returned, "probs"), {"routed": hidden}),
         )
@@ -107,7 +121,8 @@ class Experts:
         arrived, there = self._there("dsent")
         kept, _ = self._back(self._each("expert down"))
         returned, back = self._back(self._each("drows"))
-        gates = ("dexpert swiglu", *self._each("expert gate up"))
+        gates = ("dexpert swiglu", *self._gates)
+        before = "dexpert clamped" if self.model.clamped else "dexpert gate up"
         to_input = Gemm("dgrad", self.shard, self.model.hidden, self.model.experts)
         to_router = Gemm("wgrad", self.model.experts, self.model.hidden, self.shard)
         return (
@@ -117,8 +132,10 @@ class Experts:
                 {"dsent": self.sent_bytes},
             ),
             *there,
+            *self._biases(BIASED_BACK, (arrived,), (), 3 * len(self.rows)),
             *self._gradients("down", arrived, "expert swiglu", "dexpert swiglu"),
-            self._swiglu("swiglu_bwd", gates, "dexpert gate up", (1 + self.model.gated) * self.inner),
+            self._swiglu("swiglu_bwd", gates, before, (1 + self.model.gated) * self.inner),
+            *self._clamps("clamped_halves_bwd", (before, *self._each("expert gate up")), "dexpert gate up"),
             *self._gradients("gate_up", "dexpert gate up", rows, "drows"),
             *back,
             Node(self._sums(), returned, {"dh sent": hidden}),
@@ -168,6 +185,36 @@ class Experts:
     def _swiglu(self, kind: str, reads: tuple[str, ...], to: str, elements: int) -> Node:
         """Or its gradient, of all experts at once."""
         return Node(ElementwisePass(kind, OP_BYTES[kind] * self.inner), reads, {to: BF16 * elements})
+
+    @property
+    def _gates(self) -> tuple[str, ...]:
+        """What the activation reads."""
+        return ("expert clamped",) if self.model.clamped else self._each("expert gate up")
+
+    def _clamps(self, kind: str, reads: tuple[str, ...], to: str) -> Nodes:
+        """Halves of every row, clamped one by one and put together again, or the gradient of that."""
+        if not self.model.clamped:
+            return ()
+        nbytes, calls = CLAMPS[kind]
+        elements = (1 + self.model.gated) * self.inner
+        return (Node(ElementwisePass(kind, nbytes * elements), reads, {to: BF16 * elements}, calls=calls),)
+
+    @property
+    def _biased(self) -> tuple[str, ...]:
+        """What is made of results of experts with biases."""
+        return ("expert biased",) if self.model.expert_bias else ()
+
+    def _biases(self, kinds: Mapping[str, int], reads: tuple[str, ...], to: tuple[str, ...], calls: int) -> Nodes:
+        """Ops of biases of second linear layers, and of their gradients; those of other layers are parts of products.
+
+        Each expert's is multiplied with the router's weights in fp32 and added to its rows; these are put together and
+        cast back, op by op.
+        """
+        if not self.model.expert_bias:
+            return ()
+        elements = sum(self.rows) * self.model.hidden
+        ops = [Node(ElementwisePass(kind, each * elements), reads, {}, calls=calls) for kind, each in kinds.items()]
+        return (*ops[:-1], replace(ops[-1], makes=dict.fromkeys(to, 0)))
 
     def _sums(self) -> ElementwisePass:
         """Copies of every token to one sum."""

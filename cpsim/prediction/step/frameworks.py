@@ -388,6 +388,11 @@ def weight_gradient_of(name: str, outer: int, inner: int, tokens: int, source: s
     return Node(Gemm("wgrad", outer, inner, tokens), (source, kept), made)
 
 
+def sink_gradients(s: Sizes) -> Nodes:
+    """What cuDNN takes longer for products of outputs and their gradients where heads have sinks; it reads both."""
+    return (Node(ElementwisePass("sink_gradient", 2 * s.out), ("dout", "out")),) if s.model.sinks else ()
+
+
 @lru_cache(1024)
 def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: bool = True) -> LayerCode:
     """Transformer Engine's fused linear layers with sequence parallelism; gradients are summed into buffers.
@@ -473,7 +478,8 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
         before, before_back, kept = latent(s, gradient) if s.model.kv_rank else projected()
         forward = (*before, Node("fwd", ("q k v",), {"out": s.out, "lse": s.lse}))
         sums = {"dq k v": s.qkv, "dq sums": FP32 // BF16 * s.queries}
-        return forward, (Node("bwd", ("dout", "q k v", "out", "lse"), sums), *before_back), kept, "out"
+        back = Node("bwd", ("dout", "q k v", "out", "lse"), sums)
+        return forward, (*sink_gradients(s), back, *before_back), kept, "out"
 
     def scanned() -> tuple[Nodes, Nodes, set[str], str]:
         """The same of a layer with a state."""

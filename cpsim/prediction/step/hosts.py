@@ -8,7 +8,7 @@ what it computes again, with adapters and by the experts of a rank (`cpsim.real.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +23,7 @@ MEASURED_WITH: Final = {"cp": ("fsdp", "ddp")}
 
 
 def layer_seconds(
-    host: HostParams, code: str, parallel: Parallel, experts: int = 0, *, adapters: bool = False
+    host: HostParams, code: str, parallel: Parallel, experts: int = 0, *, biased: bool = False, adapters: bool = False
 ) -> tuple[float, float] | None:
     """Seconds in which a host launches a layer forward and backward.
 
@@ -35,6 +35,7 @@ def layer_seconds(
         code: framework and how layers run, as in ``torch compiled``.
         parallel: how the step is cut.
         experts: of a rank and layer; 0: the layer is dense.
+        biased: whether their linear layers have biases.
         adapters: whether the layer is frozen, with low-rank adapters beside it.
 
     Returns:
@@ -45,17 +46,23 @@ def layer_seconds(
     if not (forward and backward):
         return None
     if experts:
-        more = [layer.of_experts(name, experts) for name in PASSES]
+        more = [layer.of_experts(name, experts) + biased * layer.of_biases(name, experts) for name in PASSES]
         if parallel.cuda_graphs == "attention":
             return more[0], more[1]
         return forward + more[0], backward + more[1]
     return forward, backward
 
 
-def update_seconds(host: HostParams, code: str, parallel: Parallel, *, adapters: bool = False) -> float:
-    """Seconds in which a host launches the optimizer's update of a layer; 0 where that was not measured."""
+def update_seconds(
+    host: HostParams, code: str, parallel: Parallel, experts: int = 0, *, biased: bool = False, adapters: bool = False
+) -> float:
+    """Seconds in which a host launches the optimizer's update of a layer, arguments as of ``layer_seconds``; 0 where
+    that was not measured."""
     layer = _Layer.of(host, code, parallel, adapters)
-    return layer.seconds("update") or layer.measured((), "none", "update") or 0.0
+    dense = layer.seconds("update") or layer.measured((), "none", "update") or 0.0
+    if not (dense and experts):
+        return dense
+    return dense + layer.of_experts("update", experts) + biased * layer.of_biases("update", experts)
 
 
 def _cuts(parallel: Parallel, adapters: bool) -> Iterator[str]:
@@ -78,10 +85,12 @@ class _Layer:
     code: str
     cuts: tuple[str, ...]
     recompute: str
+    shared: bool
+    """Whether several ranks share the experts."""
 
     @classmethod
     def of(cls, host: HostParams, code: str, parallel: Parallel, adapters: bool) -> _Layer:
-        return cls(host, code, tuple(_cuts(parallel, adapters)), parallel.recompute)
+        return cls(host, code, tuple(_cuts(parallel, adapters)), parallel.recompute, parallel.ep > 1)
 
     def measured(self, cuts: tuple[str, ...], recompute: str, name: str, experts: str = "") -> float | None:
         code = f"{self.code.split()[0]} eager {experts}" if experts else self.code
@@ -110,11 +119,25 @@ class _Layer:
         return min(found, key=lambda base: base[0] not in self.cuts, default=())
 
     def of_experts(self, name: str, experts: int) -> float:
-        """What so many experts of a rank add to a dense layer, exchanges of their tokens included."""
-        few, many = EXPERTS
-        cuts = ("ddp", "ep")
+        """What so many experts of a rank add to a dense layer, exchanges of their tokens included where they are
+        shared."""
+        cuts, beside = (("ddp", "ep"), ("ddp",)) if self.shared else ((), ())
         at = [self.measured(cuts, "none", name, f"{count} experts") for count in EXPERTS]
-        dense = _Layer(self.host, f"{self.code.split()[0]} eager", ("ddp",), "none").seconds(name)
-        if at[0] is None or at[1] is None or dense is None:
-            return 0.0
-        return max(0.0, at[0] + (experts - few) / (many - few) * (at[1] - at[0]) - dense)
+        dense = _Layer(self.host, f"{self.code.split()[0]} eager", beside, "none", self.shared).seconds(name)
+        return _on_a_line(experts, [None if one is None or dense is None else one - dense for one in at])
+
+    def of_biases(self, name: str, experts: int) -> float:
+        """What biases of so many experts of a rank add."""
+        with_, without = (
+            [self.measured((), "none", name, f"{count} experts{more}") for count in EXPERTS] for more in (" biased", "")
+        )
+        pairs = zip(with_, without, strict=True)
+        return _on_a_line(experts, [None if a is None or b is None else a - b for a, b in pairs])
+
+
+def _on_a_line(experts: int, at: Sequence[float | None]) -> float:
+    """What so many experts take by what ``EXPERTS`` do; 0 where that was not measured."""
+    (few, many), (less, more) = EXPERTS, at
+    if less is None or more is None:
+        return 0.0
+    return max(0.0, less + (experts - few) / (many - few) * (more - less))

@@ -56,11 +56,14 @@ class Node:
     stream: Stream = "compute"
     calls: int = 1
     """Launches of the host."""
+    awaits: tuple[str, ...] = ()
+    """Tensors that its host reads before it launches this: it waits until they are made."""
 
     def renamed(self, name: Callable[[str], str]) -> Node:
         """With other names of tensors."""
         makes = {name(tensor): nbytes for tensor, nbytes in self.makes.items()}
-        return Node(self.what, tuple(map(name, self.reads)), makes, self.stream, self.calls)
+        reads, awaits = (tuple(map(name, names)) for names in (self.reads, self.awaits))
+        return Node(self.what, reads, makes, self.stream, self.calls, awaits)
 
 
 Nodes = tuple[Node, ...]

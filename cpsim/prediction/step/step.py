@@ -559,14 +559,20 @@ class StepModel:
         layers, plain = self.layers[chunk], not (self.sharded or self._hosts_count or self.offload)
         attention: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
 
-        def seconds(count: int, prompt: bool = False) -> Floats:
+        def seconds(count: int, prompt: bool = False, ahead_s: float = 0.0) -> Floats:
             launch_s = {} if prompt else self._launches(tokens)
-            return self._planned(tokens, chunk, count).seconds(attention, launch_s)
+            return self._planned(tokens, chunk, count).seconds(attention, launch_s, ahead_s)
+
+        def ahead(count: int) -> Floats:
+            one = self._planned(tokens, chunk, count).simulated(attention, self._launches(tokens))
+            return np.array(one.ahead_s)
 
         found = of_layers(seconds, layers)
         host = PARTS.index("host")
         late = float(found[:, host].sum())
-        if late and self._hosts_run_on:
+        if late and self._hosts_run_on and self._planned(tokens, chunk, 1).awaits:
+            found = of_layers(partial(seconds, ahead_s=float(of_layers(ahead, layers))), layers)
+        elif late and self._hosts_run_on:
             prompt_s = float(of_layers(partial(seconds, prompt=True), layers).sum())
             spare = float(found.sum()) - max(prompt_s, self._launched_seconds(tokens, chunk))
             found = found.copy()
@@ -583,7 +589,8 @@ class StepModel:
 
         With several microbatches it launches the next pass while a GPU still has work of the last one, so that both
         passes together take what they take the GPU or the host. Not in a pipeline that is not interleaved: hosts wait
-        there for what stages send (megatron/core/pipeline_parallel/p2p_communication.py, ``batch_p2p_sync``).
+        there for what stages send (megatron/core/pipeline_parallel/p2p_communication.py, ``batch_p2p_sync``). Where a
+        layer has hosts wait, they begin a pass as far ahead of the GPU as they ended the one before.
         """
         return self.parallel.microbatches > 1 and (self.parallel.pp == 1 or self.parallel.virtual_pp > 1)
 
@@ -631,9 +638,9 @@ class StepModel:
             stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
             for stream, name in names.items()
         }
-        experts = -(-self.model.experts // self.parallel.ep)
         adapters = self.framework.lora is not None
-        whole = layer_seconds(host, self._host_code, self.parallel, experts, adapters=adapters) if alone else None
+        of = partial(layer_seconds, host, self._host_code, self.parallel, self._experts)
+        whole = of(biased=self.model.expert_bias, adapters=adapters) if alone else None
         if whole is None:
             return alone
         measured = self
@@ -647,6 +654,11 @@ class StepModel:
     def _hosts_count(self) -> bool:
         """Whether hosts may be late: of layers in CUDA graphs they are not."""
         return bool(self.framework.launches) and self.parallel.cuda_graphs != "layers"
+
+    @property
+    def _experts(self) -> int:
+        """Of a rank."""
+        return -(-self.model.experts // self.parallel.ep)
 
     @property
     def _host_code(self) -> str:
@@ -706,7 +718,8 @@ class StepModel:
             return sum(share * one._host_seconds(tokens) for share, one in self.kinds)
         layers = self.layers[0]
         host, adapters = self.costs.profile.host, self.framework.lora is not None
-        update = update_seconds(host, self._host_code, self.parallel, adapters=adapters) * self.parallel.optimizer
+        of = partial(update_seconds, host, self._host_code, self.parallel, self._experts)
+        update = of(biased=self.model.expert_bias, adapters=adapters) * self.parallel.optimizer
         return self.parallel.microbatches * self._launched_seconds(tokens, 0) + layers * update
 
     def _ahead(self, end: float, pipeline: Pipeline, update: Floats) -> Floats:

@@ -33,6 +33,8 @@ Launches = Mapping[str, tuple[float, ...]]
 """Seconds of one launch of the host, forward and backward, by stream; none where hosts are never late."""
 _HOST: Final = PARTS.index("host")
 _INTERFERENCE: Final = PARTS.index("interference")
+INSTANT_S: Final = 1e-9
+"""Waits of hosts that are shorter than this end the search for them."""
 SIMULATED: Final = (3, 4)
 """Layers of the two programs that longer ones continue."""
 _KINDS: Final = {
@@ -82,6 +84,13 @@ class Simulated:
     """Of every op alone, ``[N]``."""
     forward: int
     """Ops of the forward pass, which come first."""
+    launched_s: float
+    """When the host has launched the last op."""
+
+    @property
+    def ahead_s(self) -> float:
+        """How long before the end of its last op the host has launched everything; negative where it is late."""
+        return float(self.timeline.end_s.max()) - self.launched_s
 
     def seconds(self) -> Floats:
         """Seconds of both passes by cost model, along the critical path of each, ``[2, len(PARTS)]``.
@@ -133,25 +142,28 @@ class Planned:
     """Launches of the host, ``[N]``."""
     launched: Ints
     """As ops of which stream it launches them: a place in ``STREAMS``, ``[N]``."""
+    awaits: tuple[tuple[int, int], ...]
+    """Ops before whose launch it waits for another, and that one, in order."""
     forward: int
     slowdown: Callable[[Sequence[str]], Floats]
     """Of classes of ops by each other, as ``InterferenceParams.slowdown``."""
     _pressed: dict[tuple[str, ...], tuple[Int8, Floats]] = field(default_factory=dict)
     _known: dict[str, Floats] = field(default_factory=dict)
 
-    def seconds(self, attention: tuple[Parts, Parts], launch_s: Launches) -> Floats:
+    def seconds(self, attention: tuple[Parts, Parts], launch_s: Launches, ahead_s: float = 0.0) -> Floats:
         """As ``Simulated.seconds``, worked out once; arguments as of ``simulated``."""
-        key = f"{attention} {launch_s}"
+        key = f"{attention} {launch_s} {ahead_s}"
         if key not in self._known:
-            self._known[key] = self.simulated(attention, launch_s).seconds()
+            self._known[key] = self.simulated(attention, launch_s, ahead_s).seconds()
         return self._known[key]
 
-    def simulated(self, attention: tuple[Parts, Parts], launch_s: Launches) -> Simulated:
+    def simulated(self, attention: tuple[Parts, Parts], launch_s: Launches, ahead_s: float = 0.0) -> Simulated:
         """Simulates it.
 
         Args:
             attention: seconds of a layer's attention by cost model, forward and backward.
             launch_s: of hosts.
+            ahead_s: how long before the GPU the host begins; negative: after it.
         """
         parts, alone_s, paced = self.parts, self.alone_s, list[str]()
         if any(attention):
@@ -162,10 +174,18 @@ class Planned:
             if any(map(_is_paced, own)):
                 paced.append(name)
         pressure, slowdown = self._pressure(tuple(paced))
+        release_s = self._release_s(launch_s) - ahead_s
+        run = partial(self._run, alone_s, pressure, slowdown)
+        line = run(release_s)
+        while launch_s and self._waits(release_s, launch_s, line.end_s):
+            line = run(release_s)
+        return Simulated(line, parts, alone_s, self.forward, float(release_s.max(initial=-ahead_s)))
+
+    def _run(self, alone_s: Floats, pressure: Int8, slowdown: Floats, release_s: Floats) -> Timeline:
         count, none = len(alone_s), np.zeros(0, np.int32)
         work = Work(
             duration_s=alone_s,
-            release_s=self._release_s(launch_s),
+            release_s=np.maximum(release_s, 0.0),
             flow_start=np.zeros(count + 1, np.int64),
             flow_link=none,
             flow_bytes=np.zeros(0),
@@ -174,7 +194,15 @@ class Planned:
             slowdown=slowdown,
             eager=np.zeros(count, np.bool_),
         )
-        return Simulated(simulate(self.schedule, work), parts, alone_s, self.forward)
+        return simulate(self.schedule, work)
+
+    def _waits(self, release_s: Floats, launch_s: Launches, end_s: Floats) -> bool:
+        """Has hosts launch what they read something for, and all that follows, no sooner than that is made; whether
+        this changes anything."""
+        before, own_s = release_s.copy(), np.diff(self._release_s(launch_s), prepend=0.0)
+        for op, other in self.awaits:
+            release_s[op:] += max(0.0, end_s[other] + own_s[op] - release_s[op])
+        return bool((release_s - before).max(initial=0.0) > INSTANT_S)
 
     def _pressure(self, paced: tuple[str, ...]) -> tuple[Int8, Floats]:
         """Classes of ops, and their slowdown of each other, where attention of these passes is paced, too."""
@@ -214,6 +242,7 @@ def planned(program: Program, prices: Prices) -> Planned:
         unpressing=np.array(quiet, np.bool_) | np.array(paced, np.bool_),
         calls=np.array([node.calls for node in nodes]),
         launched=np.array([STREAMS.index(_launched(node)) for node in nodes]),
+        awaits=_awaits(nodes),
         forward=sum(node.what is not None for node in program.forward),
         slowdown=partial(prices.costs.profile.interference.slowdown, prices.kernel),
     )
@@ -295,6 +324,16 @@ def _waits(nodes: Sequence[Node]) -> list[list[int]]:
             computed = i
         maker |= dict.fromkeys(node.makes, i)
     return found
+
+
+def _awaits(nodes: Sequence[Node]) -> tuple[tuple[int, int], ...]:
+    """Ops whose launch waits for another op, and that one, in order."""
+    maker: dict[str, int] = {}
+    found = list[tuple[int, int]]()
+    for i, node in enumerate(nodes):
+        found += [(i, maker[name]) for name in node.awaits if name in maker]
+        maker |= dict.fromkeys(node.makes, i)
+    return tuple(found)
 
 
 def of_layers(seconds: Callable[[int], Floats], layers: int) -> Floats:

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -137,9 +138,14 @@ SWEEPS: Final = {
     "adamw_fp32": 7 * 4,
     "chunk_cat": 2 + 4,
     "split_copy": 2 * 2,
+    "clamped_halves": 4 * 2,
+    "clamped_halves_bwd": 5 * 2,
+    "sink_gradient": 2 * 2,
 }
 """Bytes that each reads and writes for an element: casts as Inductor makes them, PyTorch's fused AdamW with states of
-each type, and what FSDP does to gradients before they are scattered and to weights after they are gathered."""
+each type, what FSDP does to gradients before they are scattered and to weights after they are gathered, halves of rows
+clamped one by one and put together again, as Megatron-Core has gpt-oss's, and what cuDNN takes longer backward where
+heads of 64 elements have sinks, for an element of outputs."""
 CASTS: Final[dict[str, Callable[..., object]]] = {
     "fp8_largest": largest,
     "fp8_cast": cast,
@@ -147,6 +153,8 @@ CASTS: Final[dict[str, Callable[..., object]]] = {
     "fp8_cast_rows": cast_rows,
 }
 WIDTH: Final = 4096
+SINK_DIM: Final = 64
+"""Elements of heads that have sinks."""
 CAST_ROWS: Final = (672, 2688, 10752, 32256, 129024)
 """Rows of memory-bound kernels: multiples of ``TENSORS`` and of two chunks of seven weights."""
 
@@ -161,11 +169,27 @@ def sweep_op(kind: str, rows: int, bench: Bench) -> Op:
             scale = () if kind in ("fp8_largest", "fp8_cast_rows") else (torch.ones((), device=bench.device),)
             function = torch.compile(CASTS[kind], dynamic=False) if bench.cuda else CASTS[kind]  # once for a size
             return partial(function, x, *scale)
+        if kind.startswith("clamped"):
+            return clamp_op(rows, narrow, bench, backward=kind.endswith("bwd"))
         if kind.startswith("adamw"):
             return optimizer_step(rows, torch.float32 if kind.endswith("fp32") else narrow, bench)
         return shards_op(kind, rows, bench)
 
     return rotated(make, SWEEPS[kind] * rows * WIDTH, bench)
+
+
+def clamp_op(rows: int, dtype: torch.dtype, bench: Bench, *, backward: bool) -> Op:
+    """Halves of rows, each clamped, put together again; or autograd's kernels for that."""
+    x_MN = torch.randn(rows, WIDTH, device=bench.device, dtype=dtype, requires_grad=backward)
+
+    def clamped() -> Tensor:
+        gate, up = x_MN.chunk(2, -1)
+        return torch.cat((gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)), -1)
+
+    if not backward:
+        return clamped
+    made, grad = clamped(), torch.randn(rows, WIDTH, device=bench.device, dtype=dtype)
+    return lambda: torch.autograd.grad(made, x_MN, grad, retain_graph=True)
 
 
 def optimizer_step(rows: int, dtype: torch.dtype, bench: Bench) -> Op:
@@ -234,14 +258,42 @@ def measure_thin(bench: Bench, kind: str, m: int, n: int, k: int) -> None:
 
 def measure_sweep(bench: Bench, kind: str, rows: int) -> None:
     """One memory-bound kernel."""
-    bench.point(
-        "layer_op",
-        lambda: bench.samples(sweep_op(kind, rows, bench)),
-        kind=kind,
-        variant="compiled" if kind in CASTS else "library",
-        width=WIDTH,
-        nbytes=SWEEPS[kind] * rows * WIDTH,
-    )
+    samples = sink_samples if kind == "sink_gradient" else sweep_samples
+    variant, nbytes = "compiled" if kind in CASTS else "library", SWEEPS[kind] * rows * WIDTH
+    if kind == "sink_gradient" and not find_spec("transformer_engine"):
+        bench.writer.add("error", failed="layer_op", kind=kind, message="transformer_engine is not installed")
+        return
+    bench.point("layer_op", partial(samples, kind, rows, bench), kind=kind, variant=variant, width=WIDTH, nbytes=nbytes)
+
+
+def sweep_samples(kind: str, rows: int, bench: Bench) -> list[float]:
+    """Seconds of one kernel alone."""
+    return bench.samples(sweep_op(kind, rows, bench))
+
+
+def sink_samples(_kind: str, rows: int, bench: Bench) -> list[float]:
+    """How much longer attention takes backward with sinks, in seconds."""
+    long, short = (bench.samples(attention_back(rows, kind, bench)) for kind in ("learnable", "vanilla"))
+    return [sample - float(np.median(short)) for sample in long]
+
+
+def attention_back(rows: int, softmax: str, bench: Bench) -> Op:
+    """Backward pass of cuDNN's attention as Transformer Engine calls it, sequences as short as kernels are quick at."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    batch = max(1, rows // 1024)
+    shape = batch, rows // batch, WIDTH // SINK_DIM, SINK_DIM
+    attention = DotProductAttention(
+        num_attention_heads=shape[2],
+        kv_channels=SINK_DIM,
+        attn_mask_type="causal",
+        qkv_format="bshd",
+        softmax_type=softmax,
+    ).to(bench.device)
+    q, k, v = (torch.randn(shape, device=bench.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = attention(q, k, v)
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
 def grouped(rng: np.random.Generator) -> Iterator[Callable[[Bench], None]]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from cpsim.calibrate.measurement import Writer
 from cpsim.calibrate.pace import python_seconds
 from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError
+from cpsim.prediction.step.hosts import EXPERTS
 from cpsim.real.run.node import Node, end_process
 from cpsim.real.run.timing import provenance
 from cpsim.real.steps import make
@@ -97,11 +99,14 @@ def _of_megatron(gpus: int) -> Iterator[tuple[str, Case]]:
         if cut in ("", " tp"):
             fp8, how = {**MEGATRON, "precision": {"fp8": "current"}}, {**parallel, "recompute": "none"}
             yield f"layer megatron fp8{cut} none", _case(gpus, fp8, how, strategy)
-    for mine in (4, 16):
+    for mine in EXPERTS:
         routed = {**MODEL, "experts": mine * gpus, "top_k": 2, "expert_ffn": 256}
         parallel = {**zero1, "ep": gpus} if gpus > 1 else {"sharding": "none"}
-        found = _case(gpus, MEGATRON, {**parallel, "recompute": "none"}, "none", routed)
-        yield f"layer megatron eager {mine} experts{' ddp ep' if gpus > 1 else ''} none", found
+        name, how = f"layer megatron eager {mine} experts", {**parallel, "recompute": "none"}
+        yield f"{name}{' ddp ep' if gpus > 1 else ''} none", _case(gpus, MEGATRON, how, "none", routed)
+        if gpus == 1:
+            biased = {**routed, "clamped": True, "expert_bias": True}
+            yield f"{name} biased none", _case(gpus, MEGATRON, how, "none", biased)
 
 
 def _case(gpus: int, framework: Case, parallel: Case, strategy: str, model: Case = MODEL) -> Case:
@@ -154,19 +159,25 @@ def _between(times: list[float]) -> list[float]:
     return [b - a for a, b in pairwise(times)][LEFT_OUT:-LEFT_OUT]
 
 
-def measure(node: Node, writer: Writer | None, name: str, case: Case) -> None:
-    """Points of one case; the first iterations do not count. All ranks call."""
-    watched = Watched(make(scenario_from(case), node))
-    found: dict[str, list[float]] = {"fwd": [], "bwd": [], "update": []}
+def measure(node: Node, writer: Writer | None, chosen: Mapping[str, Case]) -> None:
+    """Points of cases by name, their iterations in turns; the first ones do not count. All ranks call."""
+    watched = {name: Watched(make(scenario_from(case), node)) for name, case in chosen.items()}
+    found = {name: dict[str, list[float]](fwd=[], bwd=[], update=[]) for name in chosen}
     gc.disable()
-    for number in range(WARMUP + ITERATIONS):
-        forward, backward, update = watched.iteration()
+    for number, name in itertools.product(range(WARMUP + ITERATIONS * len(chosen)), chosen):
+        forward, backward, update = watched[name].iteration()
         node.synchronize()
         if number >= WARMUP:
-            found["fwd"] += forward
-            found["bwd"] += backward
-            found["update"].append(update / MODEL["layers"])
+            found[name]["fwd"] += forward
+            found[name]["bwd"] += backward
+            found[name]["update"].append(update / MODEL["layers"])
     gc.enable()
+    for name, times in found.items():
+        write(node, writer, name, times)
+
+
+def write(node: Node, writer: Writer | None, name: str, found: dict[str, list[float]]) -> None:
+    """Points of one case, of all ranks."""
     for rank, mine in enumerate(node.gather(found)):
         for pass_, times in mine.items():
             if writer is not None and times:
@@ -179,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="words that names of cases hold, separated by commas")
+    parser.add_argument("--together", action="store_true", help="all cases in turns, so that hosts are alike for all")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no case after so many minutes")
     parser.add_argument("--cpu", action="store_true", help="to try the script")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
@@ -195,15 +207,16 @@ def _run(node: Node, args: argparse.Namespace) -> int:
             args.out.open("w", encoding="utf-8"), provenance(node.device, node.size, {}, command, args.commit)
         )
         writer.add("host", python_seconds(), kind="python")
-    for name, case in cases(node.size):
-        if args.only and not any(word in name for word in args.only.split(",")):
-            continue
+    words = args.only.split(",")
+    chosen = {name: case for name, case in cases(node.size) if any(word in name for word in words)}
+    for some in [chosen] if args.together else [{name: case} for name, case in chosen.items()]:
         if max(node.gather(time.time())) > deadline:
             break
         try:
-            measure(node, writer, name, case)
+            measure(node, writer, some)
         except (CpsimError, RuntimeError) as error:  # the same on all ranks
             if writer is not None:
+                name = ", ".join(some)
                 writer.add("error", failed="host", kind=name, message=f"{type(error).__name__}: {error}"[:300])
                 print(f"error in {name}: {error}"[:300], flush=True)
     return 0

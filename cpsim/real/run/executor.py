@@ -7,6 +7,7 @@ on these views (`cpsim.real.run.lowering`), and the calls run on their streams (
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -81,9 +82,12 @@ class Executor:
     def _capture(self) -> torch.cuda.CUDAGraph:
         self.node.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # other threads, such as NCCL's watchdog, may go on using CUDA
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.program.run()
+        gc.disable()  # what a collection frees, such as another graph, would end the capture
+        try:  # other threads, such as NCCL's watchdog, may go on using CUDA
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.program.run()
+        finally:
+            gc.enable()
         return graph
 
     def load(self, given: Mapping[str, Tensor]) -> None:

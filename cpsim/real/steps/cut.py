@@ -37,6 +37,8 @@ class Runs:
     adapters: bool = False
     """Of one tensor-parallel rank."""
     parts_loss: bool = True
+    windows: bool = False
+    """Sliding windows, and sinks."""
 
 
 RUNS: Final = {
@@ -51,6 +53,7 @@ RUNS: Final = {
         experts=True,
         adapters=True,
         parts_loss=False,
+        windows=True,
     ),
 }
 
@@ -142,7 +145,8 @@ def _reasons(cut: Cut, runs: Runs) -> list[str]:
         and not runs.adapters,
         f"tp: adapters run here with 1, got {p.tp}": s.trainable not in (None, "all") and p.tp > 1,
         "offload: steps run here keep activations on the GPU; leave it out": s.offload is not None,
-        "window: steps run here without sliding windows; leave it out": m.window > 0,
+        "window: steps run here without sliding windows and sinks; leave them out": (m.window > 0 or m.sinks)
+        and not (runs.windows and p.cp == 1),
         f"kernel: expected {_either(runs.kernels)}, got {s.kernel}": s.kernel not in runs.kernels,
         f"mask: steps run here with causal, got {s.mask_name}": s.mask != "causal",
         f"tokens: expected a multiple of dp x microbatches x context = {p.dp} x {p.microbatches} x {cut.context}, "

@@ -183,12 +183,27 @@ def _config(cut: Cut) -> Any:
             "moe_router_dtype": "fp32",
             "moe_router_force_load_balancing": True,
         }
+    if m.clamped:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        more |= {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
+    if m.expert_bias:  # attention's linear layers have them, too
+        more |= {"add_bias_linear": True, "bias_dropout_fusion": False}
+    if m.sinks:
+        more |= {"softmax_type": "learnable"}
+    if m.window:
+        more |= {"window_size": (m.window - 1, 0), "window_attn_skip_freq": m.window_pattern or None}
     if isinstance(precision, dict):
         more |= {"fp8": "hybrid", "fp8_recipe": RECIPES[precision["fp8"]]}
     if p.recompute == "full":
         more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if p.cp > 1:
         more |= {"cp_comm_type": SENDS[str(cut.scenario.strategy)]}
+    plain: dict[str, Any] = {
+        "activation_func": nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_dropout_fusion": True,
+    }
     return TransformerConfig(
         num_layers=m.layers,
         hidden_size=m.hidden,
@@ -206,18 +221,15 @@ def _config(cut: Cut) -> Any:
         pipeline_dtype=torch.bfloat16,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         attention_backend=AttnBackend.flash if cut.scenario.kernel == "fa2" else AttnBackend.fused,
         gradient_accumulation_fusion=True,
         bias_activation_fusion=True,
-        bias_dropout_fusion=True,
         apply_rope_fusion=True,
         cross_entropy_loss_fusion=p.loss_fusion != "none",
         cross_entropy_fusion_impl="te" if p.loss_fusion == "te" else "native",
-        **more,
+        **{**plain, **more},
     )
 
 

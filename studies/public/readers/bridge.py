@@ -236,7 +236,6 @@ def _recipe(line: Line) -> Recipe:
     fused = _fused(line)
     return Recipe(
         fused=fused,
-        biased=line["model"] == "GPT OSS 120B",
         native_loss=line["model"] == "Nemotron_3_Nano",
         again=_again(line, fused),
     )

@@ -54,8 +54,11 @@ GPT_OSS_120B: Final = {
     "top_k": 4,
     "window": 128,
     "window_pattern": 2,
+    "sinks": True,
+    "clamped": True,
+    "expert_bias": True,
 }
-"""openai/gpt-oss-120b, config.json; its biases are those of ``megatron.gpt_oss``."""
+"""openai/gpt-oss-120b, config.json."""
 QWEN3_235B: Final = {
     "layers": 94,
     "hidden": 4096,

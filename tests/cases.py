@@ -34,7 +34,13 @@ ALL_PASSES = ("fwd", "bwd")
 ALL_KNOBS = {
     "none": ({},),
     "ring": ({},),
-    "zigzag_ring": ({"zigzag": "document"}, {"zigzag": "sequence"}, {"backward": "queries"}),
+    "zigzag_ring": (
+        {"zigzag": "document"},
+        {"zigzag": "sequence"},
+        {"backward": "queries"},
+        {"cycles": "all"},
+        {"cycles": "all", "zigzag": "sequence"},
+    ),
     "striped_ring": ({},),
     "ulysses": (
         {},

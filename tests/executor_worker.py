@@ -1,7 +1,8 @@
 """What tests/test_executor.py runs: strategies, masks and passes on forked processes, against dense attention.
 
 One process plans every case, lays out its memory and computes it densely; its forks are the ranks. They run every
-strategy with some masks and every mask with some strategies; with "all", every strategy with every mask.
+strategy with some masks and every mask with some strategies; with "all", every strategy with every mask; with the name
+of a knob, what has that knob with every mask.
 """
 
 import importlib
@@ -57,16 +58,19 @@ SHARE, SHARE_OF_ALL = 5, {8: 4}
 """One of so many strategies runs with each mask, in turn; where all are asked for, by ranks."""
 
 
-def planned(num_ranks, every):
+def planned(num_ranks, asked):
     """(name, kernel, launches, schedule, workload, its memory, dense tensors) of what this number of ranks can run.
 
     A second launch uses the buffers of the first again.
     """
     for turn, (case, problem, strategies) in enumerate(problems(num_ranks)):
         dense, both = tensors(problem), num_ranks == 2 and case in FLEX
-        share = SHARE_OF_ALL.get(num_ranks, 1) if every else SHARE
+        share = SHARE_OF_ALL.get(num_ranks, 1) if asked == "all" else SHARE
+        mine = strategies[(turn + num_ranks) % share :: share]
+        if asked not in ("", "all"):
+            mine = [(name, knobs) for name, knobs in strategies if asked in knobs]
         launches = 2 if num_ranks < 4 or (num_ranks == 4 and problem.mask in PLAIN_MASKS) else 1
-        for strategy, knobs in strategies[(turn + num_ranks) % share :: share]:
+        for strategy, knobs in mine:
             for pass_ in ALL_PASSES:
                 try:
                     nodes_of = 2 if strategy == "dcp" and num_ranks == 4 else 8  # relays
@@ -103,9 +107,9 @@ def rank_main(node, _, cases):
             raise AssertionError(f"{name}, rank {node.rank}") from error
 
 
-def main(num_ranks, every):
+def main(num_ranks, asked):
     torch.set_num_threads(1)
-    cases = list(planned(num_ranks, every))
+    cases = list(planned(num_ranks, asked))
     if any(kernel == "flex" for _, kernel, *_ in cases):
         importlib.import_module("torch._dynamo")  # once for all ranks
     fork_ranks(rank_main, num_ranks, cases)
@@ -113,5 +117,5 @@ def main(num_ranks, every):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "all" in sys.argv[2:])
+    main(int(sys.argv[1]), "".join(sys.argv[2:]))
     end_process()

@@ -17,6 +17,11 @@ def test_schedules_give_dense_attention_and_its_gradients_on_gloo(num_ranks):
     assert run_script("executor_worker.py", num_ranks, timeout_s=300) > 100
 
 
+def test_rings_on_all_cycles_give_dense_attention_on_gloo():
+    """Three ranks have two cycles; two have one, and four have none."""
+    assert run_script("executor_worker.py", 3, "cycles", timeout_s=300) > 50
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_every_schedule_gives_dense_attention_and_its_gradients_on_gloo(num_ranks):

@@ -292,6 +292,23 @@ def test_kernels_that_cannot_place_their_results_pay_for_copies_slower_ones_wher
     assert extra - gain == pytest.approx(copies * profile.host.captured_kernel_s + expected, rel=0.05)
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_cudnn_places_results_of_calls_that_go_past_pytorch(pass_):
+    """Windows, and values of another size than keys; others are copied where the caller wants them."""
+
+    def more(mask, **changes):
+        case = workload(1, 8192, mask=mask, **changes)
+        schedule = plan("none", case, pricing(1).cluster, pass_, {})
+        dims = {"head_dim": case.head_dim, "value_dim": case.value_dim}
+        made = [price(schedule, pricing(1, kernel="cudnn", captured=captured, **dims)) for captured in (True, False)]
+        with_copies, without = (one.work.duration_s[-1] for one in made)
+        return with_copies - without
+
+    assert more("causal") > 5e-6
+    assert more("causal_sliding_window", mask_options=(("window", 512),)) < more("causal") / 2
+    assert more("causal", head_dim=192, value_dim=128) < more("causal", head_dim=192) / 2
+
+
 def test_pytorchs_flash_backward_copies_outputs_that_came_with_their_queries():
     """Of many documents, the zigzag ring packs the tails of queries, outputs and their gradients side by side."""
     documents, mask = (1024,) * 8, "causal_document"

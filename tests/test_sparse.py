@@ -369,3 +369,19 @@ def test_scores_are_uneven_where_shards_are_contiguous_and_choices_nearly_even(l
     attended = np.array([w.sparse.attended(*r).sum() for r in ranges])
     assert attended.max() / attended.mean() < 1.01
     assert attended.sum() == w.pairs()
+
+
+def test_what_others_publish_beside_nsa_agrees_on_dense_attention_and_the_page_says_so():
+    """So it is the sparse kernels that differ: the paper's ratio is that of keys, at equal efficiency."""
+    nsa = read_sparse("nsa")
+    keys = (nsa.attended(0, 2**16).sum() + nsa.scored(0, 2**16).sum()) / 2**16
+    assert 2**15 / keys == pytest.approx(9.0, rel=0.05)
+    for name, passes in study.NSA_TIMES.items():
+        if "H800" not in name and "H100" not in name:
+            continue
+        for pass_, (dense_ms, _) in zip(("fwd", "bwd"), passes, strict=True):
+            dense, sparse = study.Claim("", {**study._NSA, "cluster": "dgx-h100"}, pass_, 1.0).predicted()
+            assert 1e3 * dense == pytest.approx(dense_ms, rel=0.04)
+            assert 1e3 * sparse > passes[pass_ == "bwd"][1]
+    shown = study.PAGE.read_text(encoding="utf-8")
+    assert all(line in shown for line in study.nsa_rows())

@@ -119,6 +119,7 @@ DEPENDENT = [
     for num_ranks in (2, 4)
     for name, knobs in SOURCES
     if num_ranks % (knobs.get("ulysses", 1) * knobs.get("inner_ring", 1)) == 0
+    if num_ranks == 2 or "cycles" not in knobs  # four ranks have none that share no link
 ]
 """What can run on so many ranks, and communicates: documents of ``wlb`` with ``cp`` of 1 stay where they are."""
 
@@ -220,6 +221,8 @@ def test_any_buffer_a_third_smaller_is_too_small(name, knobs, pass_):
         roomy = {"kv in order", "dkv of tasks", "dkv sum"}
     if name == "mesh":  # sums are updated in parts
         roomy = {"dkv sum"}
+    if "cycles" in knobs:  # tokens for several sequences lie there several times; sums leave in fp32
+        roomy |= {"keys in order", "dkv by rank"}
     if "token_chunks" in knobs:  # sums hold two types
         roomy = {"out of chunk", "dq sum", "dkv sum"}
     for b in written.tolist():

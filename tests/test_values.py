@@ -1,11 +1,13 @@
 """Values of another size than keys, as in multi-head latent attention: bytes, numbers, prices and refusals."""
 
+from pathlib import Path
+
 import numeric
 import pytest
 from cases import ALL_KNOBS, ALL_PASSES, cluster, workload
 
 from cpsim.case.load import scenario_from
-from cpsim.errors import InfeasibleError, ScenarioError, UnmeasuredError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.prediction.predict import predict
 from cpsim.schedule.check import validate
 from cpsim.strategies import ANY_VALUES, STRATEGIES, plan
@@ -62,7 +64,6 @@ def test_strategies_that_do_not_know_say_so(name):
         ({"kernel": "fa4"}, InfeasibleError, "nobody has measured what they cost"),
         ({"model": "llama3-8b", "kv_heads": 8, "head_dim": 128}, ScenarioError, "belongs to attention alone"),
         ({"value_dim": 0}, ScenarioError, "value_dim"),
-        (ABSORBED | {"kernel": "fa3", "pass": "fwd"}, UnmeasuredError, "forward alone, and nobody has measured"),
         (ABSORBED | {"kernel": "fa3", "pass": "bwd"}, InfeasibleError, "fa3 takes keys of 576 .* forward alone; use"),
         (ABSORBED | {"kernel": "cudnn"}, InfeasibleError, "cudnn does not take keys of 576 .* fa3 does, forward; use"),
         (ABSORBED | {"kernel": "fa4"}, InfeasibleError, "head_dim: 192, value_dim: 128 and as many kv_heads as heads"),
@@ -71,3 +72,17 @@ def test_strategies_that_do_not_know_say_so(name):
 def test_refusals_say_why(changes, error, message):
     with pytest.raises(error, match=message):
         predict(scenario_from(CASE | LATENT | changes))
+
+
+def test_attention_to_latents_is_priced_by_its_flop_beside_what_flashmla_states_and_sends_latents():
+    case = ABSORBED | {"cluster": "dgx-h100", "profile": "h100-fa3", "kernel": "fa3", "mask": "causal", "pass": "fwd"}
+    one = predict(case | {"gpus": 1, "strategy": "none", "tokens": 8192})
+    assert one.tflops_per_gpu == pytest.approx(660, rel=0.15), "FlashMLA, dense decoding on H800"
+    assert one.time_s_low < one.time_s * one.tflops_per_gpu / 660 < one.time_s_high
+    assert any("nobody has measured it here" in note for note in one.notes)
+    said = Path(__file__).parent.parent.joinpath("docs", "sparse-attention.md").read_text(encoding="utf-8")
+    assert f"{one.tflops_per_gpu:.0f} TFLOP/s\nfor 8,192 tokens" in said
+    tokens = 65536
+    for layout in ("contiguous", "zigzag"):
+        shared = predict(case | {"gpus": 8, "strategy": "allgather", "knobs": {"layout": layout}, "tokens": tokens})
+        assert shared.bytes_sent_per_gpu == pytest.approx(7 / 8 * tokens * 576 * 2)

@@ -19,9 +19,19 @@ LSE_BYTES: Final = 4
 """Log-sum-exp of one row and head, fp32."""
 
 
+LATENT: Final = (576, 512)
+"""Elements of keys, and of values that are a part of them, in absorbed multi-head latent attention.
+
+Source: flash-attn 3, hopper/flash_api.cpp (``qv``: queries of 512 elements more, forward alone); FlashMLA at 9241ae3,
+README (dense decoding and sparse prefill, forward alone; prefill of 192 and 128 elements on Blackwell). No package that
+was read has a backward pass of dense attention to latents.
+"""
+
+
 def mean_head_bytes(head_dim: int, value_dim: int, dtype: str) -> int:
     """Bytes of one head of one token, of keys and values in the mean."""
-    return (head_dim + (value_dim or head_dim)) * BYTES_PER_ELEMENT[dtype] // 2
+    values = 0 if (head_dim, value_dim) == LATENT else value_dim or head_dim
+    return (head_dim + values) * BYTES_PER_ELEMENT[dtype] // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +157,9 @@ class Workload:
 
     @property
     def kv_elements(self) -> int:
-        """Elements of a key and its value."""
-        return self.head_dim + (0 if self.sparse is not None and self.sparse.latent else self.values)
+        """Elements of a key and its value, which may be a part of it."""
+        latent = (self.sparse is not None and self.sparse.latent) or (self.head_dim, self.value_dim) == LATENT
+        return self.head_dim + (0 if latent else self.values)
 
     @property
     def values(self) -> int:

@@ -62,7 +62,8 @@ def settle(
     """The clock that every GPU settles at, from what runs on it in an iteration and between two; where iterations run
     back to back, after seconds of it.
 
-    Messages draw what their bytes do at the rate of a port, whatever paces them. A GPU is idle as long as the slowed
+    Messages draw what their bytes do at the rate of a port, whatever paces them, and copies to and from the host what
+    they do at the rate of memory. A GPU is idle as long as the slowed
     iteration leaves it; where others are what takes long, it may make up for its clock.
 
     Args:
@@ -109,6 +110,8 @@ def _drawn(schedule: Schedule, seconds: Floats, paced: Bools, given: Conditions)
     drawn, drawing = np.zeros(schedule.num_ranks), seconds.copy()
     by_bytes = paced | (schedule.kind == Kind.TRANSFER)
     drawing[by_bytes] = np.minimum(drawing, schedule.nbytes / given.profile.collective.port_bytes_per_s)[by_bytes]
+    link = schedule.over_host_link()
+    drawing[link] = schedule.nbytes[link] / given.profile.elementwise.bandwidth_bytes_per_s["copy"]
     lane_start, lane_rank, stream = unsigned(schedule.lane_start, schedule.lane_rank, schedule.lane_stream)
     _add_drawn(drawn, load, schedule.kind, drawing, lane_start, lane_rank, stream)
     return drawn

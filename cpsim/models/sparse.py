@@ -220,6 +220,11 @@ def notes(given: Conditions, pass_: str) -> Iterator[str]:
     yield f"{about}: {sparse.alike} queries beside each other are assumed to choose alike, others independently"
     if sparse.kind == "dsa":
         yield "sparse dsa: the indexer's own training is not counted"
+    if sparse.kind == "nsa" and sparse.stride != sparse.block:
+        yield (
+            f"{about}: measured with one compressed key for each block; one every {sparse.stride} tokens follows in "
+            f"proportion, and published kernels choose in less than half the time"
+        )
 
 
 def _is_measured(profile: Profile, gpu: Gpu, names: Sequence[str]) -> bool:

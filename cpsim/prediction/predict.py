@@ -14,10 +14,11 @@ from cpsim.case.gpu import Gpu, find_gpu, gpu_of_driver
 from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.resolve import flops_of, model_of, notes_of
 from cpsim.case.scenario import Scenario
-from cpsim.case.workload import Workload
+from cpsim.case.workload import LATENT, Workload
 from cpsim.errors import CpsimError, InfeasibleError, MachineError
 from cpsim.models import sparse
 from cpsim.models.cost_models import GROUPS
+from cpsim.models.feasible import LATENT_SIGMA
 from cpsim.models.gemm import FP8_SIGMA, GROUPED_SIGMA
 from cpsim.models.profile import Profile
 from cpsim.models.uncertainty import Draws, Floats, draws_of, seed_of
@@ -316,6 +317,8 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
     profile, given = case.profile, case.conditions()
     if given.sparse is not None:
         profile = _of_chosen(profile, given.sparse, given.cluster.gpu, given.kernel)
+    elif (given.head_dim, given.value_dim) == LATENT:
+        profile = _of_latents(profile, given.kernel)
     return draws_of(
         profile,
         case.cluster,
@@ -331,6 +334,12 @@ def _of_chosen(profile: Profile, workload: Workload, gpu: Gpu, kernel: str) -> P
     """With the uncertainty of kernels of chosen keys in place of that of a dense one."""
     wider = {f"attention {one} {kernel}": sparse.sigma(workload, profile, gpu, one) for one in ("fwd", "bwd")}
     return replace(profile, sigma={**profile.sigma, **wider})
+
+
+def _of_latents(profile: Profile, kernel: str) -> Profile:
+    """With the uncertainty of attention to latents beside that of a kernel."""
+    name = f"attention fwd {kernel}"
+    return replace(profile, sigma={**profile.sigma, name: float(np.hypot(profile.sigma[name], LATENT_SIGMA))})
 
 
 def _less_sure(profile: Profile, scenario: Scenario) -> Profile:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -23,13 +23,13 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.slices import Ints, RangeSets, Slices, sets_of
-from cpsim.masks.tiles import Tiles, make_tiles, sequence_places, sequences
-from cpsim.schedule.builder import NOTHING, Access, Builder
+from cpsim.masks.tiles import Tiles, make_tiles
+from cpsim.schedule.builder import NOTHING, Access
 from cpsim.schedule.schedule import Int32, Kind, Mask, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.sharding import cells_of, edges_of
-from cpsim.strategies.sizes import Sizes
+from cpsim.strategies.staged import Staged
 
 CHUNK: Final = 2048
 """Tokens dispatched at a time, by the benchmark."""
@@ -163,29 +163,18 @@ def _dispatch(mask: Slices, num_tokens: int, num_ranks: int, chunks: int) -> Ran
     return sets_of(held, np.arange(count + 1) * num_tokens // count)
 
 
-class _Magi:
-    """One schedule under construction; arrays are ``[ranks]``, or ``[stages, ranks]`` with a rank's own keys first."""
+class _Magi(Staged):
+    """One schedule under construction."""
 
     def __init__(self, workload: Workload, shares: _Shares, native: bool) -> None:
         stages, num_ranks = shares.moved.shape[:2]
+        super().__init__(workload, shares.sets, shares.tiles, num_ranks, stages + 1)
         self.shares, self.stages, self.native = shares, stages, native
-        self.ranks, self.tile = np.arange(num_ranks), 1 + np.arange((stages + 1) * num_ranks).reshape(-1, num_ranks)
-        self.active = shares.tiles.area[self.tile] > 0
-        self.b, sizes = Builder(num_ranks, shares.sets, shares.tiles), Sizes(workload)
-        self.calls = sequences(shares.tiles)
-        self.tokens = shares.sets.num_tokens()
-        self.own = self.tokens[: len(self.ranks)]
-        self.heads = np.array([0, workload.num_heads, 0, workload.num_kv_heads])
-        self.q_bytes, self.kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)
-        self.lse_bytes, self.wide = sizes.lse(workload.num_heads), sizes.accumulator(self.q_bytes)
-        self.kv_wide = sizes.accumulator(self.kv_bytes)
-        self.sums = self.active & (np.cumsum(self.active, axis=0) > 1)
-        """Stages whose partial result is added to earlier ones; the kernel of the first writes the result itself."""
 
     def forward(self) -> Schedule:
         q, kv = self.given("q", self.q_bytes), self.given("kv", self.kv_bytes)
-        out, partial = self.result("out", self.lse_bytes)
-        moved = self.summed_bytes(self.lse_bytes)
+        out, partial = self.result("out", self.o_bytes, self.lse_bytes)
+        moved = self.summed_bytes(self.o_bytes, self.lse_bytes)
         for stage, keys in self.keys(kv):
             self.attend(Kind.ATTENTION, stage, [q, keys], [self.target(out, partial, stage)])
             self.sum(Kind.MERGE, stage, moved, out, partial)
@@ -193,11 +182,11 @@ class _Magi:
 
     def backward(self) -> Schedule:
         b = self.b
-        widths = {"q": self.q_bytes, "out": self.q_bytes + self.lse_bytes, "dout": self.q_bytes}
+        widths = {"q": self.q_bytes, "out": self.o_bytes + self.lse_bytes, "dout": self.o_bytes}
         given, kv = [self.given(tensor, width) for tensor, width in widths.items()], self.given("kv", self.kv_bytes)
-        dq, partial = self.result("dq")
+        dq, partial = self.result("dq", self.q_bytes)
         total = b.buffers("dkv sum", self.own * self.kv_wide), self.own_blocks("dkv")
-        moved = self.summed_bytes(0)
+        moved = self.summed_bytes(self.q_bytes)
         leaving: list[tuple[int, Ints, Access]] = []
         for stage, keys in self.keys(kv):
             made = self.b.buffers("dkv partial", self.rows_of(stage) * self.kv_bytes), self.blocks("dkv", stage)
@@ -337,74 +326,6 @@ class _Magi:
             writes=[(target[0][who], target[1][who])],
         )
 
-    def attend(self, kind: Kind, stage: int, reads: Sequence[Access], writes: Sequence[Access]) -> None:
-        """The kernels of a stage."""
-        r = np.flatnonzero(self.active[stage])
-        self.b.add(
-            kind,
-            (r, "compute"),
-            step=stage,
-            tile=self.tile[stage, r],
-            heads=self.heads,
-            reads=[(buffer[r], block[r]) for buffer, block in reads],
-            writes=[(buffer[r], block[r]) for buffer, block in writes],
-        )
-
-    def sum(self, kind: Kind, stage: int, moved: Ints, total: Access, partial: Int32) -> None:
-        """Add a partial result of queries to earlier ones."""
-        r = np.flatnonzero(self.sums[stage])
-        self.b.add(
-            kind,
-            (r, "compute"),
-            step=stage,
-            heads=self.heads,
-            nbytes=moved[stage, r],
-            reads=[(partial[r], total[1][r])],
-            updates=[(total[0][r], total[1][r])],
-        )
-
-    def summed_bytes(self, lse: int) -> Ints:
-        """Bytes that every sum reads and writes, ``int64[stages, ranks]``: of queries that see a key of its stage.
-
-        Sums of a row are in fp32 until the last one, which writes the final type.
-
-        Args:
-            lse: bytes of a row's log-sum-exp.
-        """
-        sees, rank, length = self.seeing
-        direct = sees & (self.active & ~self.sums)[:, rank]
-        nth = np.cumsum(sees, axis=0)
-        narrow = (nth == 2) & direct.any(axis=0)
-        old = np.where(nth == 1, 0, np.where(narrow, self.q_bytes, self.wide) + lse)
-        new = np.where(nth == nth[-1], self.q_bytes, self.wide) + lse
-        moved = np.where(sees & ~direct, length * (self.q_bytes + lse + old + new), 0)
-        total = np.zeros(self.active.shape, np.int64)
-        np.add.at(total.T, rank, moved.T)
-        return total
-
-    @cached_property
-    def seeing(self) -> tuple[Mask, Ints, Ints]:
-        """Runs of queries that see keys of the same stages: of which, ``[stages, runs]``; their rank; their length."""
-        own = sharding.part(self.shares.sets, 0, len(self.ranks))
-        queries = sequence_places(self.shares.tiles)[:, 2:].astype(np.int64)
-        seen = RangeSets(self.calls.start[1 :: len(self.ranks)], queries)
-        edges = edges_of(own, seen)
-        return cells_of(seen, edges), cells_of(own, edges).argmax(axis=0), np.diff(edges)
-
-    def begin(self, total: Access, made: Access) -> None:
-        """Sums of gradients of keys start with those of a rank's own queries, or with zeros."""
-        for where, reads in ((self.active[0], [made]), (~self.active[0], [])):
-            r = np.flatnonzero(where)
-            nbytes = self.own[r] * self.kv_wide + self.rows_of(0)[r] * self.kv_bytes * len(reads)
-            self.b.add(
-                Kind.ACCUMULATE,
-                (r, "compute"),
-                heads=self.heads,
-                nbytes=nbytes,
-                reads=[(buffer[r], block[r]) for buffer, block in reads],
-                writes=[(total[0][r], total[1][r])],
-            )
-
     def bring_home(self, stage: int, arrived: Ints, source: Access, total: Access) -> None:
         """Add the gradients that others have sent."""
         sent = self.shares.moved[stage - 1].sum(axis=1)
@@ -421,50 +342,9 @@ class _Magi:
             updates=[(total[0][r], source[1][r])],
         )
 
-    def given(self, tensor: str, width: int) -> Access:
-        """A rank's own tokens as an input."""
-        made = self.b.buffers(tensor, self.own * width), self.own_blocks(tensor)
-        self.b.input(*made)
-        return made
-
-    def result(self, tensor: str, extra: int = 0) -> tuple[Access, Int32]:
-        """A result with room for its sums, and buffers of partial results."""
-        room = self.wide if self.sums.any() else 0
-        made = self.b.buffers(tensor, self.own * (self.q_bytes + extra + room)), self.own_blocks(tensor)
-        self.b.output(*made)
-        return made, self.b.buffers(f"{tensor} partial", self.own * (self.q_bytes + extra))
-
-    def target(self, result: Access, partial: Int32, stage: int) -> Access:
-        """What kernels write on the query side: the first one the result."""
-        return np.where(self.sums[stage], partial, result[0]), result[1]
-
-    def tokens_of(self, stage: int) -> Ints:
-        """Tokens of the keys of a stage."""
-        return self.tokens[self.key_sets(stage)]
-
-    def rows_of(self, stage: int) -> Ints:
-        """Rows of these as kernels read them: some several times where their sequences share them."""
-        tile, tokens = self.tile[stage], self.tokens_of(stage)
-        return np.where(self.calls.one_call[tile], np.maximum(self.calls.keys()[tile], tokens), tokens)
-
-    def own_blocks(self, tensor: str) -> Int32:
-        return self.b.blocks(tensor, self.ranks, self.heads_of(tensor))
-
-    def key_sets(self, stage: int) -> Ints:
-        """Sets of the keys of a stage."""
-        return self.ranks + (1 + stage) * len(self.ranks)
-
-    def blocks(self, tensor: str, stage: int) -> Int32:
-        return self.b.blocks(tensor, self.key_sets(stage), self.heads_of(tensor))
-
     def given_sets(self, stage: int) -> Ints:
         """Sets of the keys that every rank sends in a stage."""
         return self.key_sets(self.stages + stage)
 
     def given_blocks(self, tensor: str, stage: int) -> Int32:
         return self.b.blocks(tensor, self.given_sets(stage), self.heads_of(tensor))
-
-    def heads_of(self, tensor: str) -> tuple[int, int]:
-        """All heads of a tensor."""
-        first, count = (self.heads[2:] if tensor.endswith("kv") else self.heads[:2]).tolist()
-        return first, count

@@ -491,6 +491,16 @@ def other_ranks(cluster: str, seed: int) -> Iterator[Case]:
         yield {**way, **asked, "cluster": cluster, "protocol": "streamed"}
 
 
+def cycle_ranks(cluster: str, seed: int) -> Iterator[Case]:
+    """Single ranks of rings on all cycles of 8 and 16 GPUs, and of one ring beside them."""
+    rng = np.random.default_rng(seed)
+    every: Case = {"strategy": "zigzag_ring", "knobs": {"cycles": "all"}}
+    for kernel, mask, gpus in (("fa2", "causal", 8), ("fa2", "full", 16), ("sdpa_flash", "causal", 8)):
+        tokens, heads = int(2 ** rng.uniform(12, 13.5) // 256 * 256), size_and_heads(rng, 13)[1]
+        asked = problem(gpus, tokens, mask, heads, kernel=kernel) | {"cluster": cluster, "protocol": "streamed"}
+        yield from each(asked, (every, {"strategy": "zigzag_ring"}))
+
+
 def in_turn(cases: list[Case], seed: int) -> list[Case]:
     """Shuffled, so that those at the front are of all sorts."""
     return [cases[i] for i in np.random.default_rng(seed).permutation(len(cases))]
@@ -747,6 +757,7 @@ def files() -> dict[Path, str]:
         FOLDER / "newer-ranks.jsonl": text(in_turn(list(newer_ranks("dgx-h200", 53)), 53)),
         FOLDER / "newer-1-h200-2.jsonl": text(in_turn(list(other_calls("h200-4", 54)), 54)),
         FOLDER / "newer-ranks-2.jsonl": text(in_turn(list(other_ranks("dgx-h200", 55)), 55)),
+        FOLDER / "newer-ranks-3.jsonl": text(cycle_ranks("dgx-h200", 56)),
         FOLDER / "newer-2-h100.jsonl": text(in_turn(list(newer("dgx-h100", 51)), 51)),
         FOLDER / "newer-2-h200.jsonl": text(in_turn(list(newer("h200-4", 51)), 51)),
         FOLDER / "ranks-1.jsonl": text(single_ranks(26)),

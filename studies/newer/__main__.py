@@ -19,7 +19,7 @@ from cpsim.prediction.runs import case_key, load_runs
 
 HERE: Final = Path(__file__).parent
 RUNS: Final = tuple(f"h200-newer-{part}.jsonl" for part in ("1a", "1b", "1c", "2a", "2b"))
-RANKS: Final = ("ranks-h200-newer.jsonl", "ranks-h200-newer-2.jsonl")
+RANKS: Final = ("ranks-h200-newer.jsonl", "ranks-h200-newer-2.jsonl", "ranks-h200-newer-3.jsonl")
 SHORT_S: Final = 1e-3
 Row = tuple[str, float, float]
 """What ran, its time, and predicted over measured time less one."""
@@ -54,7 +54,7 @@ def of_ranks() -> list[Row]:
     def key(one: dict[str, Any]) -> str:
         return json.dumps([one["scenario"], one["pass"], one["rank"]], sort_keys=True)
 
-    files = ("predicted-ranks.jsonl", "predicted-ranks-2.jsonl")
+    files = ("predicted-ranks.jsonl", "predicted-ranks-2.jsonl", "predicted-ranks-3.jsonl")
     before = {key(one): one["time_s"] for file in files for one in said(file)}
     found = []
     for point in (point for path in there(RANKS) for point in load(path).of("rank")):

@@ -103,8 +103,10 @@ def page(folder: Path = RUNS) -> str:
 
 def cases_of(path: Path) -> str:
     """Name of the file of problems that a measurement took."""
-    typed = Path(load(path).header["command"].split()[3]).stem.removeprefix("cases").strip("-")
-    return f"ranks-{typed or 1}.jsonl"
+    typed = Path(load(path).header["command"].split()[3]).stem
+    if typed.startswith("newer"):
+        return f"{typed}.jsonl"
+    return f"ranks-{typed.removeprefix('cases').strip('-') or 1}.jsonl"
 
 
 def section(cases: Path, paths: Sequence[Path]) -> list[str]:

@@ -6,6 +6,7 @@ from statistics import median
 
 from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.case.scenario import Scenario
+from cpsim.case.workload import LATENT
 from cpsim.errors import InfeasibleError
 from cpsim.models.feasible import check_calls
 from cpsim.real.run.executor import Executor
@@ -45,6 +46,8 @@ def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
     workload, cluster = workload_of(scenario), cluster_of(scenario)
     if workload.sparse is not None:
         raise InfeasibleError("sparse: the executor attends to all keys; ask `cpsim predict`, or leave sparse out")
+    if (workload.head_dim, workload.value_dim) == LATENT:
+        raise InfeasibleError("value_dim: the executor keeps values apart from keys; ask `cpsim predict` about latents")
     schedule = plan_scenario(scenario, workload, cluster, pass_)
     if node.cuda:
         check_calls(scenario.kernel, workload.dtype, workload.head_dim, schedule, value_dim=workload.value_dim)

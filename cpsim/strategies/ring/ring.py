@@ -31,6 +31,7 @@ from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.mesh import plan_kept_keys, token_bytes
 from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation, RingCode
+from cpsim.strategies.ring.cycles import plan_cycles
 from cpsim.strategies.ring.grid import RingGrid, make_grid, sources
 from cpsim.strategies.ring.held import HeldRing, as_run, make_ring, runs_whole
 from cpsim.strategies.ring.loop import Ring
@@ -130,6 +131,7 @@ def plan_zigzag_ring(
     *,
     zigzag: str = "document",
     backward: str = "keys",
+    cycles: str = "one",
 ) -> Schedule:
     """Ring attention on zigzag shards, which balance causal masks.
 
@@ -140,19 +142,27 @@ def plan_zigzag_ring(
             ``sequence`` cuts the packed sequence, which keeps short documents whole.
         backward: what travels in the backward pass: ``keys`` with their gradients, or ``queries`` with theirs, as in
             BurstAttention; see ``plan_kept_keys``.
+        cycles: on how many cycles of GPUs keys travel at a time: ``one``, or ``all`` that share no link, as in TASP;
+            see ``plan_cycles``.
 
     Raises:
         ScenarioError: a knob has no such value.
-        InfeasibleError: queries travel in somebody else's code.
+        InfeasibleError: queries travel, or keys on all cycles, in somebody else's code.
     """
     if zigzag not in ("document", "sequence"):
         raise ScenarioError(f"knobs.zigzag: expected 'document' or 'sequence', got {zigzag!r}")
     if backward not in ("keys", "queries"):
         raise ScenarioError(f"knobs.backward: expected 'keys' or 'queries', got {backward!r}")
+    if cycles not in ("one", "all"):
+        raise ScenarioError(f"knobs.cycles: expected 'one' or 'all', got {cycles!r}")
+    if cycles == "all" and (backward == "queries" or code is not CPSIM):
+        raise InfeasibleError(f"on all cycles keys travel, in our executor's code; got {backward} of {code.name}")
     if backward == "queries" and code is not CPSIM:
         raise InfeasibleError(f"{code.name} sends keys in the backward pass of its ring; leave knob backward out")
     if backward == "queries" and pass_ == "bwd":
         return plan_kept_keys(workload, cluster.num_gpus, pass_, zigzag)
+    if cycles == "all":
+        return plan_cycles(workload, cluster.num_gpus, pass_, zigzag)
     workload = code.padded(workload, cluster.num_gpus)
     several = len(sharding.documents_of(workload.slices(), workload.num_tokens)) > 2
     ring = code.zigzag_documents if several and code.zigzag_documents else code.ring

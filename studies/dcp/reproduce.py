@@ -122,8 +122,7 @@ ASSUMED: Final[Mapping[str, Assumed]] = {
 
 The solver of the measured run is KaHyPar, which it seeds by chance. The paper has tolerances of 0.4 between nodes and
 0.1 inside, DCP's scripts also 16 times the one inside, and each stands in for the other. The branch that was measured
-is not public, so that it may have planned as the paper says. Lengths are those of two other corpora whose documents are
-mostly long."""
+is not public, so that it may have planned as the paper says. Lengths are those of two other corpora here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

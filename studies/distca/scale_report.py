@@ -38,8 +38,8 @@ BASIS = (
     "interim runs compute again what their programs make of the option: wlb attention with its gathers, distca "
     "nothing; in the paper's settings with pipelines wlb computes the MLP again, distca nothing",
     f"speed-ups: the fastest wlb over distca, mean of {len(SPREAD)} iterations spread over 30; settings of the paper's "
-    f"tables 3 (no pipeline) and 4 ({STAGES} stages here); what it states is for all settings of a data set and model "
-    "together",
+    f"tables 3 (no pipeline) and 4 ({STAGES} stages, wlb with CP 4, as later scripts have it); what it states is for "
+    "all settings of a data set and model together",
     "nothing is fitted to these numbers",
 )
 STAND_INS = (

@@ -44,9 +44,9 @@ COUNTED = (
     "what Megatron does with gradients around its passes is counted since, and errors that had cancelled no longer do"
 )
 ATTENDS = (
-    "DistCA's program with pipelines computes nothing again, and predictions without that are 16 % too fast; they "
-    "would be 0.5 % too fast if servers attended once more, for which its code shows no reason; the run on 64 GPUs "
-    "with 131,072 tokens of a microbatch takes a quarter longer than one on twice as many GPUs with as many tokens each"
+    "DistCA's program with pipelines computes nothing again, and predictions without that are 18 % too fast, 3 % if "
+    "servers attended once more, for which its code shows no reason; four of the six runs that are more than 25 % off "
+    "have the microbatches that need most memory, the 16 others are 9 to 16 % off"
 )
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
 SIGN = (

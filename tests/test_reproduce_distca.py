@@ -292,7 +292,7 @@ def test_the_command_draws_what_it_predicts(tmp_path, monkeypatch):
     monkeypatch.setattr(distca_scale, "known", lambda: ())
     some = distca_scale.settings()[:1]
     monkeypatch.setattr(distca_scale, "settings", lambda: some)
-    for options, words in (([], "single stream"), (["--scale"], "speed-up")):
+    for options, words in (([], "single stream"), (["--scale", "--speed-ups"], "speed-up")):
         lengths = tmp_path / "lengths.json"
         lengths.write_text(json.dumps([LONGEST] * 200))
         given = options or ["--lengths", str(lengths)]

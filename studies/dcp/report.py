@@ -54,7 +54,10 @@ def basis(assumed: Assumed) -> str:
 
 
 def read_ranges() -> list[Range]:
-    """Speed-ups under other assumptions, as ``python -m studies dcp --sensitivity`` wrote them to `SENSITIVITY`."""
+    """Speed-ups under other assumptions, as ``python -m studies dcp --sensitivity`` wrote them to `SENSITIVITY`; none
+    where it was not run."""
+    if not SENSITIVITY.exists():
+        return []
     return [Range(**row) for row in json.loads(SENSITIVITY.read_text(encoding="utf-8"))["ranges"]]
 
 
@@ -119,23 +122,22 @@ def _speed_ups(found: Sequence[SpeedUp], ranges: Sequence[Range]) -> RenderableT
         ("same one faster", "left"),
     )
     for s in sorted(found, key=lambda s: -abs(s.error)):
-        known = by_bar[s.mask, s.scale]
-        low, high = known.ends
+        known = by_bar.get((s.mask, s.scale))
         made.add_row(
             s.mask + " (outlier)" * s.outlier,
             f"x {s.scale:g}",
             f"{s.published:.2f}",
             f"{s.predicted:.2f}",
             signed_percent(s.error),
-            f"{low:.2f}-{high:.2f}",
-            "yes" if known.inside else "no",
+            "{:.2f}-{:.2f}".format(*known.ends) if known else "",
+            ("yes" if known.inside else "no") if known else "",
             ("yes" if s.agrees else "no") if s.decided else "",
         )
     agree = [s.agrees for s in found if s.decided]
     summary = f"mean error of speed-ups {100 * mean_error(found):.0f} %; {sum(agree)} of {len(agree)} agree"
     if (steady := without_outliers(found)) and len(steady) < len(found):
         summary += f"; mean error without outliers of the published run {100 * mean_error(steady):.0f} %"
-    return Group(made, Text(summary), Text(coverage(ranges)))
+    return Group(made, Text(summary), *([Text(coverage(ranges))] if ranges else []))
 
 
 def dcp_record(rows: Sequence[Row], assumed: Assumed, batches: int) -> dict[str, Any]:
@@ -163,11 +165,11 @@ def dcp_record(rows: Sequence[Row], assumed: Assumed, batches: int) -> dict[str,
                 "length_scale": s.scale,
                 "published": round(s.published, 3),
                 "predicted": round(s.predicted, 3),
-                "range": ranges[s.mask, s.scale].ends,
-                "inside": ranges[s.mask, s.scale].inside,
+                "range": known.ends if known else None,
                 "outlier": s.outlier,
             }
             for s in found
+            for known in [ranges.get((s.mask, s.scale))]
         ],
         "speed_up_mean_error": round(mean_error(found), 4),
         "speed_up_mean_error_without_outliers": round(mean_error(steady), 4) if steady else None,

@@ -79,7 +79,7 @@ def scale_view(
         if found:
             span = f"{found[0]:.2f} to {found[-1]:.2f}"
             gains.add_row(f"{key[0]}, {key[1]}, {key[2]}", _span(*stated), span, f"{found[len(found) // 2]:.2f}")
-    parts = made, errors, _worth(runs), _known(known), gains
+    parts = made, errors, _worth(runs), _known(known), *([gains] if ratios else [])
     notes = [Text(f"- {note}") for note in basis(listed)]
     return Group(*(one for part in parts for one in (part, Text())), *notes)
 
@@ -142,7 +142,7 @@ def scale_html(runs: Sequence[Interim], ratios: Sequence[SpeedUp], listed: bool)
     sections = [f"<h1>DistCA on 64 to 512 H200, simulated</h1><p class='lead fact'>Mean errors: {errors}.</p>"]
     sections.append(figure(_times(runs), "interim", "Interim runs with pipelines: published and predicted times."))
     caption = "The fastest wlb over distca by GPUs; the band is what the paper states for all settings together."
-    for (stages, data, model), stated in STATED.items():
+    for (stages, data, model), stated in STATED.items() if ratios else ():
         mine = [one for one in ratios if _key(one.setting) == (stages, data, model)]
         name = f"{model}, {data}, {stages} stage{'s' if stages > 1 else ''}"
         sections.append(figure(_gains(mine, stated), f"gain-{stages}-{data}-{model}", f"{name}. {caption}"))

@@ -2,8 +2,8 @@
 
 Interim runs are the fastest of the plans that their script tried, which ``distca-plans.csv`` lists; which of them that
 was, and which did not finish, is not recorded. WLB-ideal runs 1F1B, DistCA same-phase ticks whose attention all stages
-serve. Runs on 512 GPUs have one plan each and every iteration. The paper's speed-ups with pipelines get the plans of
-later scripts at the same sizes.
+serve. Runs on 512 GPUs have one plan each and every iteration. For the paper's speed-ups both systems get the fastest of
+several plans.
 
 DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``. What runs compute again in the backward pass
 is not what their scripts ask for, see ``INTERIM``.
@@ -280,14 +280,15 @@ def _plan(line: Mapping[str, str]) -> Plan:
 
 
 def plans(setting: Setting, system: System) -> list[Plan]:
-    """With which a setting of the paper runs: without a pipeline WLB-ideal has all degrees of context parallelism, of
-    which the best counts; with one those of later scripts at these sizes (benchmarks2/_251025_perseq_pp at c6c719e)."""
-    replicas = setting.gpus // TP // setting.stages
-    if setting.stages > 1:
-        microbatches = 8 if setting.context == 128 * K else 4
-        return [Plan(stages=setting.stages, microbatches=microbatches, cp=4 if system == "wlb" else 1)]
-    cps = [1] if system == "distca" else [cp for cp in (1, 2, 4, 8, 16, 32) if replicas % cp == 0]
-    return [Plan(stages=1, microbatches=1, cp=cp) for cp in cps]
+    """Among which a setting of the paper has the fastest: of WLB-ideal all degrees of context parallelism, with the
+    microbatches of later scripts at these sizes (benchmarks2/_251025_perseq_pp at c6c719e); of DistCA all microbatches."""
+    stages, replicas, half = setting.stages, setting.gpus // TP // setting.stages, setting.sequences // 2
+    if system == "wlb":
+        microbatches = 1 if stages == 1 else 8 if setting.context == 128 * K else 4
+        cps = [cp for cp in (1, 2, 4, 8, 16, 32) if replicas % cp == 0]
+        return [Plan(stages=stages, microbatches=microbatches, cp=cp) for cp in cps]
+    tried = [m for m in (1, 2, 4, 8, 16) if half % m == 0 and m >= stages] if stages > 1 else [1]
+    return [Plan(stages=stages, microbatches=microbatches) for microbatches in tried]
 
 
 def outcomes(

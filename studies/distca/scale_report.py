@@ -42,7 +42,8 @@ BASIS = (
 RATIOS = (
     f"the fastest wlb over distca, mean of {len(SPREAD)} iterations spread over 30, with stand-ins for documents; "
     "settings of the paper's tables 3 and 4; what it states is for all settings of a data set and model together",
-    f"with pipelines {STAGES} stages, and CP 4 of wlb, as later scripts have it; wlb computes the MLP again, distca not",
+    f"with pipelines {STAGES} stages, and microbatches of later scripts for wlb, which computes the MLP again; distca "
+    "computes nothing again and has any microbatches",
     NOT_FITTED,
 )
 STAND_INS = (

@@ -2,8 +2,8 @@
 
 Interim runs are the fastest of the plans that their script tried, which ``distca-plans.csv`` lists; which of them that
 was, and which did not finish, is not recorded. WLB-ideal runs 1F1B, DistCA same-phase ticks whose attention all stages
-serve. Runs on 512 GPUs have one plan each and every iteration. For the paper's speed-ups both systems get the fastest of
-several plans.
+serve. Runs on 512 GPUs have one plan each and every iteration. For the paper's speed-ups both systems get the fastest
+of several plans.
 
 DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``. What runs compute again in the backward pass
 is not what their scripts ask for, see ``INTERIM``.
@@ -280,8 +280,9 @@ def _plan(line: Mapping[str, str]) -> Plan:
 
 
 def plans(setting: Setting, system: System) -> list[Plan]:
-    """Among which a setting of the paper has the fastest: of WLB-ideal all degrees of context parallelism, with the
-    microbatches of later scripts at these sizes (benchmarks2/_251025_perseq_pp at c6c719e); of DistCA all microbatches."""
+    """Of which the fastest counts at a setting of the paper: for WLB-ideal all degrees of context parallelism, with the
+    microbatches of later scripts at these sizes (benchmarks2/_251025_perseq_pp at c6c719e); for DistCA all microbatches.
+    """
     stages, replicas, half = setting.stages, setting.gpus // TP // setting.stages, setting.sequences // 2
     if system == "wlb":
         microbatches = 1 if stages == 1 else 8 if setting.context == 128 * K else 4

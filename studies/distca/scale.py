@@ -280,8 +280,10 @@ def _plan(line: Mapping[str, str]) -> Plan:
 
 
 def plans(setting: Setting, system: System) -> list[Plan]:
-    """Of which the fastest counts at a setting of the paper: for WLB-ideal all degrees of context parallelism, with the
-    microbatches of later scripts at these sizes (benchmarks2/_251025_perseq_pp at c6c719e); for DistCA all microbatches.
+    """Of which the fastest counts at a setting of the paper.
+
+    Those of WLB-ideal have all degrees of context parallelism, and the microbatches of later scripts at these sizes
+    (benchmarks2/_251025_perseq_pp at c6c719e); those of DistCA all microbatches.
     """
     stages, replicas, half = setting.stages, setting.gpus // TP // setting.stages, setting.sequences // 2
     if system == "wlb":

@@ -156,9 +156,10 @@ def distca(
     lengths: Annotated[Path | None, typer.Option(help="File that lists DistCA's document lengths (JSON).")] = None,
     scale: Annotated[
         bool,
-        typer.Option(
-            "--scale", help="Runs with pipelines, what assumptions are worth, and speed-ups on 64 to 512 GPUs."
-        ),
+        typer.Option("--scale", help="Runs with pipelines, and what assumptions are worth."),
+    ] = False,
+    speed_ups: Annotated[
+        bool, typer.Option("--speed-ups", help="Speed-ups of the paper's settings, on 64 to 512 GPUs.")
     ] = False,
     pretrain: Annotated[
         Path | None, typer.Option(help="With --scale, the same of Pretrain; --lengths is ProLong's.")
@@ -171,7 +172,11 @@ def distca(
     """DistCA's 34B runs on 256 H200 beside WLB and per-sequence context parallelism, with ablations."""
     check_writable(out, html)
     if scale:
+        refuse("studies: --scale has no speed-ups", {"--speed-ups": speed_ups})
         _distca_scale({"prolong": lengths, "pretrain": pretrain}, out, html, as_json, jobs)
+    elif speed_ups:
+        refuse("studies: --speed-ups draws documents by itself", {"--lengths": lengths, "--pretrain": pretrain})
+        _distca_speed_ups(out, html, as_json, jobs)
     else:
         refuse("studies: only --scale has runs of Pretrain", {"--pretrain": pretrain})
         _distca_runs(lengths, out, html, as_json, jobs)
@@ -181,7 +186,7 @@ def _distca_scale(
     files: dict[str, Path | None], out: Path | None, html: Path | None, as_json: bool, jobs: int | None
 ) -> None:
     from studies.distca.reproduce import read_lengths
-    from studies.distca.scale import reproduce, reproduce_known, speed_ups
+    from studies.distca.scale import reproduce, reproduce_known
     from studies.distca.scale_report import scale_html, scale_record, scale_view
 
     lists = {name: read_lengths(path) for name, path in files.items() if path}
@@ -190,11 +195,20 @@ def _distca_scale(
         runs = reproduce(lists=lists, jobs=jobs, progress=progress)
     with progress_bar("Predicting runs on 512 GPUs") as progress:
         known = reproduce_known(lists=lists, jobs=jobs, progress=progress)
+    _write_page(html, lambda: scale_html(runs, listed))
+    record = json.dumps(scale_record(runs, known, listed), indent=1) + "\n"
+    _hand_out(record, lambda: scale_view(runs, known, listed), out, as_json)
+
+
+def _distca_speed_ups(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
+    from studies.distca.scale import speed_ups
+    from studies.distca.scale_report import speed_ups_html, speed_ups_record, speed_ups_view
+
     with progress_bar("Predicting speed-ups") as progress:
         ratios = speed_ups(jobs=jobs, progress=progress)
-    _write_page(html, lambda: scale_html(runs, ratios, listed))
-    record = json.dumps(scale_record(runs, known, ratios, listed), indent=1) + "\n"
-    _hand_out(record, lambda: scale_view(runs, known, ratios, listed), out, as_json)
+    _write_page(html, lambda: speed_ups_html(ratios))
+    record = json.dumps(speed_ups_record(ratios), indent=1) + "\n"
+    _hand_out(record, lambda: speed_ups_view(ratios), out, as_json)
 
 
 def _distca_runs(lengths: Path | None, out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:

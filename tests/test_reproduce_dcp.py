@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 from targets import check
 
 from cpsim.calibrate.measurement import load
@@ -13,6 +15,7 @@ from cpsim.masks.blocks import visits
 from cpsim.masks.slices import UNBOUNDED, Slices
 from cpsim.models.attention.params import calls, listed_calls
 from cpsim.models.profile import load_profile
+from studies.dcp import report
 from studies.dcp.report import dcp_record, dcp_view, ranges_record, ranges_view
 from studies.dcp.reproduce import (
     CODES,
@@ -142,6 +145,25 @@ def test_bars_are_predicted_and_set_beside_published_ones(capsys):
     assert json.loads(json.dumps(record))["speed_up_mean_error"] == pytest.approx(1 / 3, abs=1e-3)
     assert dcp_view([*rows, *dcp], Assumed(lengths="pile"), 3)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("low", "high", "inside"), [(1.0, 4.0, "yes"), (1.0, 2.9, "no")])
+def test_speed_ups_stand_beside_their_ranges(tmp_path, monkeypatch, low, high, inside):
+    rows = [row for row in published() if (row.mask, row.scale, row.row) == ("causal", 4.0, "zigzag")]
+    rows = [replace(row, predicted_s=row.published_s) for row in rows]
+    dcp = [replace(row, row="dcp", published_s=row.published_s / 3, predicted_s=row.predicted_s / 2) for row in rows]
+    known = Range(mask="causal", scale=4.0, published=3.0, outlier=False, predicted={"as assumed": low, "seed 1": high})
+    monkeypatch.setattr(report, "SENSITIVITY", tmp_path / "sensitivity.json")
+    (before,) = dcp_record([*rows, *dcp], Assumed(), 2)["speed_ups"]
+    report.SENSITIVITY.write_text(json.dumps(ranges_record([known], 2)))
+    (after,) = dcp_record([*rows, *dcp], Assumed(), 2)["speed_ups"]
+    assert (before["range"], after["range"]) == (None, (low, high))
+    shown = Console(width=200, file=StringIO())
+    shown.print(dcp_view([*rows, *dcp], Assumed(), 2))
+    text = shown.file.getvalue()
+    (line,) = (line for line in text.splitlines() if f"{low:.2f}-{high:.2f}" in line)
+    assert inside in line.split()
+    assert f"inside: {int(inside == 'yes')} of 1 without outliers" in text
 
 
 def test_a_case_that_cannot_be_predicted_says_which(monkeypatch):

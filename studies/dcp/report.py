@@ -41,9 +41,8 @@ def dcp_view(rows: Sequence[Row], assumed: Assumed, worst: int) -> RenderableTyp
             f"{row.predicted_s * 1e3:.2f}",
             signed_percent(row.error),
         )
-    parts = bars, _by_code(rows), _speed_ups(speed_ups(rows)), Text(basis(assumed))
-    known = ranges_view(read_ranges()) if SENSITIVITY.exists() else Text()
-    return Group(*(one for part in parts for one in (part, Text())), known)
+    parts = bars, _by_code(rows), _speed_ups(speed_ups(rows), read_ranges()), Text(basis(assumed))
+    return Group(*(one for part in parts for one in (part, Text())))
 
 
 def basis(assumed: Assumed) -> str:
@@ -55,7 +54,10 @@ def basis(assumed: Assumed) -> str:
 
 
 def read_ranges() -> list[Range]:
-    """Speed-ups under other assumptions, as ``python -m studies dcp --sensitivity`` wrote them."""
+    """Speed-ups under other assumptions, as ``python -m studies dcp --sensitivity`` wrote them to `SENSITIVITY`; none
+    where it was not run."""
+    if not SENSITIVITY.exists():
+        return []
     return [Range(**row) for row in json.loads(SENSITIVITY.read_text(encoding="utf-8"))["ranges"]]
 
 
@@ -76,13 +78,17 @@ def ranges_view(found: Sequence[Range]) -> RenderableType:
         name, inside = one.mask + " (outlier)" * one.outlier, "yes" if one.inside else "no"
         span = f"{low:.2f}-{high:.2f}"
         made.add_row(name, f"x {one.scale:g}", f"{one.published:.2f}", span, inside, least, most)
+    return Group(made, Text(coverage(found)))
+
+
+def coverage(found: Sequence[Range]) -> str:
+    """How many published speed-ups are inside of their ranges, and what these are made of, in words."""
     steady = [one for one in found if not one.outlier]
     within = sum(one.inside for one in steady)
-    summary = (
+    return (
         f"inside: {within} of {len(steady)} without outliers ({within / len(steady):.0%}; bar {INSIDE:.0%}); "
         f"assumptions, each changed alone: {', '.join(found[0].predicted)}"
     )
-    return Group(made, Text(summary))
 
 
 def ranges_record(found: Sequence[Range], count: int) -> dict[str, Any]:
@@ -103,34 +109,40 @@ def _by_code(rows: Sequence[Row]) -> RenderableType:
     return made
 
 
-def _speed_ups(found: Sequence[SpeedUp]) -> RenderableType:
+def _speed_ups(found: Sequence[SpeedUp], ranges: Sequence[Range]) -> RenderableType:
+    by_bar = {(one.mask, one.scale): one for one in ranges}
     made = table(
         ("DCP over the fastest baseline", "left"),
         ("lengths", "right"),
         ("published", "right"),
         ("predicted", "right"),
         ("error", "right"),
+        ("range", "right"),
+        ("inside", "left"),
         ("same one faster", "left"),
     )
     for s in sorted(found, key=lambda s: -abs(s.error)):
+        known = by_bar.get((s.mask, s.scale))
         made.add_row(
             s.mask + " (outlier)" * s.outlier,
             f"x {s.scale:g}",
             f"{s.published:.2f}",
             f"{s.predicted:.2f}",
             signed_percent(s.error),
+            "{:.2f}-{:.2f}".format(*known.ends) if known else "",
+            ("yes" if known.inside else "no") if known else "",
             ("yes" if s.agrees else "no") if s.decided else "",
         )
     agree = [s.agrees for s in found if s.decided]
     summary = f"mean error of speed-ups {100 * mean_error(found):.0f} %; {sum(agree)} of {len(agree)} agree"
     if (steady := without_outliers(found)) and len(steady) < len(found):
         summary += f"; mean error without outliers of the published run {100 * mean_error(steady):.0f} %"
-    return Group(made, Text(summary))
+    return Group(made, Text(summary), *([Text(coverage(ranges))] if ranges else []))
 
 
 def dcp_record(rows: Sequence[Row], assumed: Assumed, batches: int) -> dict[str, Any]:
     """The same for machines."""
-    found = speed_ups(rows)
+    found, ranges = speed_ups(rows), {(one.mask, one.scale): one for one in read_ranges()}
     steady = without_outliers(found)
     return {
         **asdict(assumed),
@@ -153,9 +165,11 @@ def dcp_record(rows: Sequence[Row], assumed: Assumed, batches: int) -> dict[str,
                 "length_scale": s.scale,
                 "published": round(s.published, 3),
                 "predicted": round(s.predicted, 3),
+                "range": known.ends if known else None,
                 "outlier": s.outlier,
             }
             for s in found
+            for known in [ranges.get((s.mask, s.scale))]
         ],
         "speed_up_mean_error": round(mean_error(found), 4),
         "speed_up_mean_error_without_outliers": round(mean_error(steady), 4) if steady else None,

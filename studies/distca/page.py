@@ -130,6 +130,9 @@ def main() -> None:
                 "| --- | --- | --- | --- |",
                 *gains(table),
                 "",
+                "Published runs beside predictions: [with pipelines](pipelines.md), and without by `python -m studies "
+                "distca`.",
+                "",
             ]
         ),
         encoding="utf-8",

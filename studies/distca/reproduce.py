@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from cpsim.case.cluster import load_cluster
 from cpsim.case.files import parse_json, read_text
 from cpsim.case.load import scenario_from
+from cpsim.case.parallel import Recompute
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.masks.slices import Ints
 from cpsim.models.profile import load_profile
@@ -133,6 +134,8 @@ class Choice:
     """Of the mean work."""
     streams: Literal[0, 1, 2] = 2
     """Exchanges beside computation (2), after it (1), or free (0)."""
+    again: bool = False
+    """Whether servers attend once more before they do backward."""
 
 
 ABLATIONS: Final = {
@@ -175,7 +178,15 @@ def step_model(row: Row) -> StepModel:
 
 
 def cut_model(
-    model: str, gpus: int, context: int, sequences: int, *, cp: int = 1, pp: int = 1, microbatches: int = 1
+    model: str,
+    gpus: int,
+    context: int,
+    sequences: int,
+    *,
+    cp: int = 1,
+    pp: int = 1,
+    microbatches: int = 1,
+    recompute: Recompute = "mlp",
 ) -> StepModel:
     """A model on some GPUs as DistCA's experiments run it; replicas take what the other degrees leave.
 
@@ -187,7 +198,7 @@ def cut_model(
         "cp": cp,
         "pp": pp,
         "microbatches": microbatches,
-        "recompute": "mlp",
+        "recompute": recompute,
         "gradients": "none",
         "optimizer": False,
     }
@@ -210,15 +221,17 @@ def cut_model(
     return case.model(case.parallel(), strategy, {})
 
 
-def gathered_attention(step: StepModel, tasks: Tasks, system: Baseline) -> Attended:
-    """Attention of a layer of one replica, which gathers K, then V, and scatters their gradients likewise."""
+def gathered_attention(step: StepModel, tasks: Tasks, system: Baseline, *, again: bool = False) -> Attended:
+    """Attention of a layer of one replica, which gathers K, then V, and scatters their gradients likewise; `again`, if
+    the backward pass begins with all that once more."""
     attention, cp = step.attention, step.parallel.cp
     placed = _placed(tasks, cp)
     nbytes = BF16 * int(tasks.tokens.sum()) * step.model.kv_heads // TP * step.model.head_dim
     talks = [step.collective(attention.cluster, kind, nbytes) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)]
     exchange = talks[0][0], np.array([2 * seconds for _, seconds in talks])
     copies = _copies_s(step, tasks, system)
-    return gathered(placed, attention.profile, attention.kernel, step.model, TP, exchange, attention.slowest, copies)
+    costs = exchange, attention.slowest, copies
+    return gathered(placed, attention.profile, attention.kernel, step.model, TP, *costs, again=again)
 
 
 def _copies_s(step: StepModel, tasks: Tasks, system: Baseline) -> Floats:
@@ -254,7 +267,7 @@ def baseline_seconds(step: StepModel, system: System, nano_batches: Sequence[Int
     return _gathered_step(step, documents, group, "per_sequence").time_s
 
 
-def wlb_step(step: StepModel, documents: Ints, breakpoint_: int) -> Step:
+def wlb_step(step: StepModel, documents: Ints, breakpoint_: int, *, again: bool = False) -> Step:
     """One iteration of ``wlb``; where there are several microbatches, documents are packed into all of them at once, by
     work alone (see ``wlb_limit``).
 
@@ -262,18 +275,23 @@ def wlb_step(step: StepModel, documents: Ints, breakpoint_: int) -> Step:
         step: the run.
         documents: of the iteration [tokens].
         breakpoint_: of the model, see ``BREAKPOINTS``.
+        again: see ``gathered_attention``.
     """
     dp, microbatches = step.parallel.dp, step.parallel.microbatches
     limit = wlb_limit(int(documents.sum()) // microbatches // 2, 1, dp, microbatches)
-    return _gathered_step(step, documents, wlb_pack(documents, dp * microbatches, limit, breakpoint_), "wlb")
+    group = wlb_pack(documents, dp * microbatches, limit, breakpoint_)
+    return _gathered_step(step, documents, group, "wlb", again=again)
 
 
-def _gathered_step(step: StepModel, documents: Ints, group: Ints, system: Baseline) -> Step:
+def _gathered_step(step: StepModel, documents: Ints, group: Ints, system: Baseline, *, again: bool = False) -> Step:
     """An iteration whose documents are in groups: replica by replica of a microbatch, microbatch by microbatch."""
     parallel, place = step.parallel, {"wlb": head_tail, "per_sequence": per_sequence}[system]
     parts = [documents[group == i] for i in range(parallel.dp * parallel.microbatches)]
     batch = [parts[replica :: parallel.dp] for replica in range(parallel.dp)]
-    attended = [[gathered_attention(step, place(part, parallel.cp), system) for part in replica] for replica in batch]
+    attended = [
+        [gathered_attention(step, place(part, parallel.cp), system, again=again) for part in replica]
+        for replica in batch
+    ]
     return step.simulate([[tuple(part.tolist()) for part in replica] for replica in batch], attended)
 
 
@@ -327,6 +345,7 @@ def _served_layer(step: StepModel, ops: Ops, nano_batches: Sequence[Ints], choic
     slowest = np.array([[[attention.slowest[pass_]]] for pass_ in PASSES])
     attends = np.stack([_placed(p, servers).seconds(attention.profile, KERNEL, model, TP) for p in plans], axis=1)
     busiest = (attends * slowest + served).max(axis=-1)
+    busiest[1] += choice.again * busiest[0]
     fabric = step.parallel.group(step.cluster, servers).fabric
     assert fabric is not None
     exchanges = fabric.latency_s + np.stack([one.busiest() for one in sent]) / fabric.uplink_bandwidth_bytes_per_s

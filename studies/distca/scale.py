@@ -2,10 +2,11 @@
 
 Interim runs are the fastest of the plans that their script tried, which ``distca-plans.csv`` lists; which of them that
 was, and which did not finish, is not recorded. WLB-ideal runs 1F1B, DistCA same-phase ticks whose attention all stages
-serve. Runs on 512 GPUs have one plan each and every iteration. Of the paper's speed-ups no plans are recorded, so that
-both systems get the fastest with two stages that fits into memory.
+serve. Runs on 512 GPUs have one plan each and every iteration. For the paper's speed-ups both systems get the fastest
+of several plans.
 
-DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``.
+DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``. What runs compute again in the backward pass
+is not what their scripts ask for, see ``INTERIM``.
 
 Reference: DistCA (arXiv 2510.18121), section 6 and tables 3 and 4; hao-ai-lab/DistCA at 031ba42 and c6c719e, records of
 experiments.
@@ -15,7 +16,7 @@ Differs: as in ``studies.distca.reproduce``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
@@ -32,6 +33,8 @@ from cpsim.strategies.distca.packing import BREAKPOINTS
 from cpsim.units import MS_PER_S
 from studies import published_lines
 from studies.distca.reproduce import TP, Choice, cut_model, pooled_seconds, wlb_step
+
+Again = Literal["none", "mlp", "attention"]
 
 FOLDER = Path(__file__).parent
 
@@ -58,6 +61,56 @@ DRAWN: Final = {"wlb": None, "distca": "pretrain"}
 within 5 % of those of Pretrain in all ten pairs, seven of them within 1 %, while WLB's are 6 to 31 % longer; and its
 program had no argument for the data set when the runs began (tests/test_megatron_e2e_pipeline_with_cp.py at 9cb27ea,
 whose default is Pretrain)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a system's program did, whatever the plan."""
+
+    again: Again = "mlp"
+    """What the backward pass computes once more."""
+    choice: Choice = field(default_factory=Choice)
+    """Of DistCA."""
+
+    def cut(self, setting: Setting, plan: Plan) -> StepModel:
+        """The model of a setting, cut as a plan says.
+
+        Raises:
+            ScenarioError, InfeasibleError: the cluster does not allow it.
+        """
+        sizes = setting.gpus, setting.context, setting.sequences
+        degrees = {"cp": plan.cp, "pp": plan.stages, "microbatches": plan.microbatches}
+        return cut_model(MODELS[setting.model], *sizes, **degrees, recompute="mlp" if self.again == "mlp" else "none")
+
+
+POOLED: Final = Choice(tolerance=TOLERANCE)
+INTERIM: Final[Mapping[System, Program]] = {
+    "wlb": Program(again="attention"),
+    "distca": Program(again="none", choice=POOLED),
+}
+"""Of interim runs. Their scripts ask for the MLP to be computed again, but both programs leave ``recompute_modules``
+unset (tests/test_megatron_e2e.py at 9cb27ea and 031ba42), and Megatron-Core 0.12.1 then takes core attention: WLB
+gathers and attends twice. DistCA's fused attention knows no recomputation. From 031ba42, where results were recorded,
+WLB's program has the MLP computed again (tests/test_wlb_e2e.py); that its runs came before shows where only documents
+differ: from Pretrain to ProLong, ten pairs grow by 1.33 times (median) what they would if it attended once."""
+PAPER: Final[Mapping[int, Mapping[System, Program]]] = {
+    1: {"wlb": Program(), "distca": Program()},
+    2: {"wlb": Program(), "distca": Program(again="none", choice=POOLED)},
+}
+"""Of the paper's settings, by pipeline stages: without a pipeline both compute the MLP again
+(tests/test_e2e_combined.py at c6c719e), with one WLB alone does (tests/test_wlb_e2e.py and
+tests/test_megatron_e2e_pipeline_with_cp.py there)."""
+OTHERWISE: Final[Mapping[System, Mapping[str, Program]]] = {
+    "wlb": {"the MLP is computed again, not attention": Program()},
+    "distca": {
+        "the MLP is computed again": Program(choice=POOLED),
+        "attention is computed again": Program(again="none", choice=replace(POOLED, again=True)),
+        "exchanges cost nothing": Program(again="none", choice=replace(POOLED, streams=0)),
+        "exchanges follow computation": Program(again="none", choice=replace(POOLED, streams=1)),
+        "its scheduler's tolerance is 0.05": Program(again="none"),
+    },
+}
+"""What interim runs might have been instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +165,8 @@ class Interim:
     published_s: float
     outcomes: tuple[Outcome, ...] = ()
     """Of the plans that were tried and fit into memory, the fastest first."""
+    otherwise: Mapping[str, float] = field(default_factory=dict)
+    """Mean of the fastest plan if something were otherwise [s], see ``OTHERWISE``."""
 
     @property
     def predicted_s(self) -> float:
@@ -225,22 +280,30 @@ def _plan(line: Mapping[str, str]) -> Plan:
 
 
 def plans(setting: Setting, system: System) -> list[Plan]:
-    """All microbatches and, of WLB-ideal, context parallelism, with the stages of a setting of the paper."""
-    replicas = setting.gpus // TP // setting.stages
-    most = [1, 2, 4, 8, 16] if setting.stages > 1 else [1]
-    cps = [1] if system == "distca" else [cp for cp in (1, 2, 4, 8, 16, 32) if replicas % cp == 0]
-    return [
-        Plan(stages=setting.stages, microbatches=microbatches, cp=cp)
-        for microbatches in most
-        if setting.sequences // 2 % microbatches == 0
-        for cp in cps
-    ]
+    """Of which the fastest counts at a setting of the paper.
+
+    Those of WLB-ideal have all degrees of context parallelism, and the microbatches of later scripts at these sizes
+    (benchmarks2/_251025_perseq_pp at c6c719e); those of DistCA all microbatches.
+    """
+    stages, replicas, half = setting.stages, setting.gpus // TP // setting.stages, setting.sequences // 2
+    if system == "wlb":
+        microbatches = 1 if stages == 1 else 8 if setting.context == 128 * K else 4
+        cps = [cp for cp in (1, 2, 4, 8, 16, 32) if replicas % cp == 0]
+        return [Plan(stages=stages, microbatches=microbatches, cp=cp) for cp in cps]
+    tried = [m for m in (1, 2, 4, 8, 16) if half % m == 0 and m >= stages] if stages > 1 else [1]
+    return [Plan(stages=stages, microbatches=microbatches) for microbatches in tried]
 
 
 def outcomes(
-    setting: Setting, system: System, among: Sequence[Plan], packed: Packed, iterations: Sequence[int]
+    setting: Setting,
+    program: Program,
+    system: System,
+    among: Sequence[Plan],
+    packed: Packed,
+    iterations: Sequence[int],
 ) -> list[Outcome]:
-    """What plans take, the fastest first; without those that the cluster or its memory do not allow.
+    """What plans take, the fastest first; without those that the cluster does not allow, and those of DistCA that do
+    not fit into memory.
 
     Raises:
         InfeasibleError: none is left.
@@ -249,23 +312,13 @@ def outcomes(
     found = []
     for plan in among:
         try:
-            step = cut(setting, plan)
-            found.append(_mean(plan, step.parallel.dp, [_outcome(setting, system, step, b) for b in batches]))
+            step = program.cut(setting, plan)
+            found.append(_mean(plan, step.parallel.dp, [_outcome(setting, program, system, step, b) for b in batches]))
         except CpsimError:
             continue
     if not found:
         raise InfeasibleError(f"{system}: no plan fits into memory")
     return sorted(found, key=lambda outcome: outcome.time_s)
-
-
-def cut(setting: Setting, plan: Plan) -> StepModel:
-    """The model of a setting, cut as a plan says.
-
-    Raises:
-        ScenarioError, InfeasibleError: the cluster does not allow it.
-    """
-    sizes = setting.gpus, setting.context, setting.sequences
-    return cut_model(MODELS[setting.model], *sizes, cp=plan.cp, pp=plan.stages, microbatches=plan.microbatches)
 
 
 def _mean(plan: Plan, replicas: int, found: Sequence[tuple[float, float, float, float]]) -> Outcome:
@@ -274,7 +327,7 @@ def _mean(plan: Plan, replicas: int, found: Sequence[tuple[float, float, float, 
 
 
 def _outcome(
-    setting: Setting, system: System, step: StepModel, nano_batches: Sequence[Ints]
+    setting: Setting, program: Program, system: System, step: StepModel, nano_batches: Sequence[Ints]
 ) -> tuple[float, float, float, float]:
     """Seconds of one iteration: all, gathers, hops and idle. DistCA's microbatches have as many sequences; both
     nano-batches of one follow each other."""
@@ -282,7 +335,7 @@ def _outcome(
         documents = np.concatenate(nano_batches)
         if len(documents) < step.parallel.dp * step.parallel.microbatches:
             raise InfeasibleError("wlb: fewer documents than places")
-        done = wlb_step(step, documents, BREAKPOINTS[setting.model])
+        done = wlb_step(step, documents, BREAKPOINTS[setting.model], again=program.again == "attention")
         parts = done.parts
         return done.time_s, parts["collective between nodes"], parts["transfer between nodes"], _idle_s(done)
     tokens, parallel = setting.sequences * setting.context // step.parallel.dp, step.parallel
@@ -291,8 +344,7 @@ def _outcome(
     if most > step.cluster.gpu.memory_bytes:
         raise OutOfMemoryError("distca: out of memory")
     cuts = _cut(np.concatenate(nano_batches), 2 * parallel.microbatches)
-    choice = Choice(tolerance=TOLERANCE) if parallel.pp > 1 else Choice()
-    return pooled_seconds(step, list(zip(cuts[::2], cuts[1::2], strict=True)), choice), 0.0, 0.0, 0.0
+    return pooled_seconds(step, list(zip(cuts[::2], cuts[1::2], strict=True)), program.choice), 0.0, 0.0, 0.0
 
 
 def _idle_s(step: Step) -> float:
@@ -324,7 +376,10 @@ def reproduce(
     chosen = published() if runs is None else runs
     asked = list(dict.fromkeys((_drawn(run), run.system) for run in chosen))
     found = dict(zip(asked, mapped(partial(_interim, lists=lists or {}), asked, jobs, progress), strict=True))
-    return [replace(run, outcomes=tuple(found[_drawn(run), run.system])) for run in chosen]
+    return [
+        replace(run, outcomes=best, otherwise=others)
+        for run, (best, others) in ((run, found[_drawn(run), run.system]) for run in chosen)
+    ]
 
 
 def _drawn(run: Interim) -> Setting:
@@ -332,11 +387,14 @@ def _drawn(run: Interim) -> Setting:
     return replace(run.setting, data=DRAWN[run.system] or run.setting.data)
 
 
-def _interim(asked: tuple[Setting, System], lists: Lists) -> list[Outcome]:
+def _interim(asked: tuple[Setting, System], lists: Lists) -> tuple[tuple[Outcome, ...], dict[str, float]]:
     setting, system = asked
     among = tried()[setting.model, setting.gpus, setting.context, setting.sequences, system]
-    packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
-    return outcomes(setting, system, among, packed, range(ITERATIONS))
+    given = sample(setting.data, setting.context, lengths=lists.get(setting.data)), range(ITERATIONS)
+    found = outcomes(setting, INTERIM[system], system, among, *given)
+    best = [found[0].plan]
+    others = {name: outcomes(setting, program, system, best, *given) for name, program in OTHERWISE[system].items()}
+    return tuple(found), {name: outcome.time_s for name, (outcome,) in others.items()}
 
 
 def reproduce_known(
@@ -352,33 +410,39 @@ def reproduce_known(
 
 
 def _known_seconds(run: Known, lists: Lists) -> tuple[float, ...]:
-    setting, step = run.setting, cut(run.setting, run.plan)
+    setting, step = run.setting, PAPER[2]["wlb"].cut(run.setting, run.plan)
     packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
     batches = [iteration(packed, i, setting.sequences // 2) for i in range(len(run.published_s))]
     return tuple(wlb_step(step, np.concatenate(batch), BREAKPOINTS[setting.model]).time_s for batch in batches)
 
 
-def worth(runs: Sequence[Interim]) -> dict[str, list[float]]:
-    """Errors of WLB-ideal's runs if what a prediction has were not there, or another plan were the fastest to finish.
+def worth(runs: Sequence[Interim]) -> dict[System, dict[str, list[float]]]:
+    """Errors of interim runs as predicted, if what a prediction has were not there or otherwise, and if another plan
+    were the fastest to finish.
 
     Returns:
-        by assumption, predicted over published time, less one, of every run that has it.
+        by system and assumption, predicted over published time, less one, of every run that has it.
     """
-    wlb = [run for run in runs if run.system == "wlb"]
+    return {system: _worth([run for run in runs if run.system == system]) for system in SYSTEMS}
 
+
+def _worth(runs: Sequence[Interim]) -> dict[str, list[float]]:
     def errors(seconds: Sequence[tuple[Interim, float]]) -> list[float]:
         return [taken / run.published_s - 1 for run, taken in seconds]
 
-    best = [(run, run.outcomes[0]) for run in wlb]
-    more = [(run, [one for one in run.outcomes if one.replicas > 1]) for run in wlb]
-    return {
-        "fastest plan that was tried": errors([(run, one.time_s) for run, one in best]),
-        "gathers cost nothing": errors([(run, one.time_s - one.gathers_s) for run, one in best]),
-        "transfers between stages cost nothing": errors([(run, one.time_s - one.hops_s) for run, one in best]),
-        "nobody waits: no bubbles, all even": errors([(run, one.time_s - one.idle_s) for run, one in best]),
-        "plans of one replica did not finish": errors([(run, ones[0].time_s) for run, ones in more if ones]),
-        "slowest plan that was tried": errors([(run, run.outcomes[-1].time_s) for run in wlb]),
-    }
+    best = [(run, run.outcomes[0]) for run in runs]
+    names = dict.fromkeys(name for run in runs for name in run.otherwise)
+    found = {"as predicted": errors([(run, one.time_s) for run, one in best])}
+    found |= {name: errors([(run, run.otherwise[name]) for run in runs if name in run.otherwise]) for name in names}
+    if any(one.gathers_s for _, one in best):
+        more = [(run, [one for one in run.outcomes if one.replicas > 1]) for run in runs]
+        found |= {
+            "gathers cost nothing": errors([(run, one.time_s - one.gathers_s) for run, one in best]),
+            "transfers between stages cost nothing": errors([(run, one.time_s - one.hops_s) for run, one in best]),
+            "nobody waits: no bubbles, all even": errors([(run, one.time_s - one.idle_s) for run, one in best]),
+            "plans of one replica did not finish": errors([(run, ones[0].time_s) for run, ones in more if ones]),
+        }
+    return found | {"the slowest plan that was tried": errors([(run, run.outcomes[-1].time_s) for run in runs])}
 
 
 def speed_ups(
@@ -397,7 +461,10 @@ def _speed_up(setting: Setting, iterations: Sequence[int]) -> float | None:
     packed = sample(setting.data, setting.context)
     there = [i for i in iterations if (i + 1) * setting.sequences <= len(packed)]
     try:
-        wlb, distca = (outcomes(setting, system, plans(setting, system), packed, there)[0].time_s for system in SYSTEMS)
+        wlb, distca = (
+            outcomes(setting, PAPER[setting.stages][system], system, plans(setting, system), packed, there)[0].time_s
+            for system in SYSTEMS
+        )
     except InfeasibleError:
         return None
     return wlb / distca

@@ -1,4 +1,4 @@
-"""DistCA's interim runs and stated speed-ups beside predicted ones."""
+"""DistCA's interim runs, and stated speed-ups, beside predicted ones."""
 
 from __future__ import annotations
 
@@ -30,28 +30,32 @@ from studies.distca.scale import (
     worth,
 )
 
+NOT_FITTED = "nothing is fitted to these numbers"
 BASIS = (
     f"interim runs: mean of the first {ITERATIONS} iterations, and the fastest of the plans that their script tried; "
     "which of them finished is not recorded",
     "distca's interim runs of prolong are predicted with documents of pretrain: its program took no data set then, and "
     "its times of both are alike",
-    f"speed-ups: the fastest wlb over distca, mean of {len(SPREAD)} iterations spread over 30; settings of the paper's "
-    f"tables 3 (no pipeline) and 4 ({STAGES} stages here); what it states is for all settings of a data set and model "
-    "together",
-    "nothing is fitted to these numbers",
+    "interim runs compute again what their programs make of the option: wlb attention with its gathers, distca nothing",
+    NOT_FITTED,
+)
+RATIOS = (
+    f"the fastest wlb over distca, mean of {len(SPREAD)} iterations spread over 30, with stand-ins for documents; "
+    "settings of the paper's tables 3 and 4; what it states is for all settings of a data set and model together",
+    f"with pipelines {STAGES} stages, and microbatches of later scripts for wlb, which computes the MLP again; distca "
+    "computes nothing again and has any microbatches",
+    NOT_FITTED,
 )
 STAND_INS = (
     "document lengths are stand-ins; --lengths dist_prolong.json --pretrain dist_wlbllm.json take the original ones"
 )
 
 
-def scale_view(
-    runs: Sequence[Interim], known: Sequence[Known], ratios: Sequence[SpeedUp], listed: bool
-) -> RenderableType:
-    """Interim runs, their errors, what assumptions are worth, runs of known plans, speed-ups, and what all rest on.
+def scale_view(runs: Sequence[Interim], known: Sequence[Known], listed: bool) -> RenderableType:
+    """Interim runs, their errors, what assumptions are worth, runs of known plans, and what all rest on.
 
     Args:
-        runs, known, ratios: with predictions.
+        runs, known: with predictions.
         listed: whether lists of documents were given.
     """
     made = table(
@@ -71,15 +75,20 @@ def scale_view(
     errors = table(("mean error", "left"), ("of all", "right"), ("signed", "right"), ("to stay within", "right"))
     for name, (error, signed) in mean_errors(runs).items():
         errors.add_row(name, f"{100 * error:.1f} %", signed_percent(signed), f"{100 * BAR:.0f} %")
+    parts = made, errors, _worth(runs), _known(known)
+    notes = [Text(f"- {note}") for note in basis(listed)]
+    return Group(*(one for part in parts for one in (part, Text())), *notes)
+
+
+def speed_ups_view(ratios: Sequence[SpeedUp]) -> RenderableType:
+    """Speed-ups by pipeline stages, data set and model, and what they rest on."""
     gains = table(("stages, data, model", "left"), ("stated", "right"), ("predicted", "right"), ("median", "right"))
     for key, stated in STATED.items():
         found = sorted(one.predicted for one in ratios if _key(one.setting) == key and one.predicted)
         if found:
             span = f"{found[0]:.2f} to {found[-1]:.2f}"
             gains.add_row(f"{key[0]}, {key[1]}, {key[2]}", _span(*stated), span, f"{found[len(found) // 2]:.2f}")
-    parts = made, errors, _worth(runs), _known(known), gains
-    notes = [Text(f"- {note}") for note in basis(listed)]
-    return Group(*(one for part in parts for one in (part, Text())), *notes)
+    return Group(gains, Text(), *(Text(f"- {note}") for note in RATIOS))
 
 
 def basis(listed: bool) -> list[str]:
@@ -88,10 +97,12 @@ def basis(listed: bool) -> list[str]:
 
 
 def _worth(runs: Sequence[Interim]) -> RenderableType:
-    made = table(("wlb, if", "left"), ("runs", "right"), ("mean error", "right"), ("signed", "right"))
-    for name, errors in worth(runs).items():
-        if errors:
-            made.add_row(name, str(len(errors)), f"{100 * mean(map(abs, errors)):.1f} %", signed_percent(mean(errors)))
+    made = table(("interim runs, if", "left"), ("runs", "right"), ("mean error", "right"), ("signed", "right"))
+    for system, assumed in worth(runs).items():
+        for name, errors in assumed.items():
+            if errors:
+                mean_error = f"{100 * mean(map(abs, errors)):.1f} %"
+                made.add_row(f"{system}: {name}", str(len(errors)), mean_error, signed_percent(mean(errors)))
     return made
 
 
@@ -115,35 +126,49 @@ def mean_errors(runs: Sequence[Interim]) -> dict[str, tuple[float, float]]:
     return {name: (mean(map(abs, errors)), mean(errors)) for name, errors in every.items() if errors}
 
 
-def scale_record(
-    runs: Sequence[Interim], known: Sequence[Known], ratios: Sequence[SpeedUp], listed: bool
-) -> dict[str, Any]:
+def scale_record(runs: Sequence[Interim], known: Sequence[Known], listed: bool) -> dict[str, Any]:
     """The same for machines."""
     return {
         "basis": basis(listed),
         "interim": [asdict(run) | {"predicted_s": run.predicted_s} for run in runs],
         "known": [asdict(run) for run in known],
-        "speed_ups": [asdict(one) for one in ratios],
         "mean_errors": {name: error for name, (error, _) in mean_errors(runs).items()},
         "signed_errors": {name: signed for name, (_, signed) in mean_errors(runs).items()},
         "worth": worth(runs),
         "bar": BAR,
+    }
+
+
+def speed_ups_record(ratios: Sequence[SpeedUp]) -> dict[str, Any]:
+    """The same for machines."""
+    return {
+        "basis": RATIOS,
+        "speed_ups": [asdict(one) for one in ratios],
         "stated": [{"stages": s, "data": d, "model": m, "range": span} for (s, d, m), span in STATED.items()],
     }
 
 
-def scale_html(runs: Sequence[Interim], ratios: Sequence[SpeedUp], listed: bool) -> str:
-    """A page that opens offline: published and predicted times, and speed-ups on 64 to 512 GPUs."""
+def scale_html(runs: Sequence[Interim], listed: bool) -> str:
+    """A page that opens offline: published and predicted times."""
     errors = ", ".join(f"{name} {100 * error:.1f} %" for name, (error, _) in mean_errors(runs).items())
-    sections = [f"<h1>DistCA on 64 to 512 H200, simulated</h1><p class='lead fact'>Mean errors: {errors}.</p>"]
+    sections = [f"<h1>DistCA's interim runs, simulated</h1><p class='lead fact'>Mean errors: {errors}.</p>"]
     sections.append(figure(_times(runs), "interim", "Interim runs with pipelines: published and predicted times."))
+    return _page("cpsim: DistCA's interim runs", sections, basis(listed))
+
+
+def speed_ups_html(ratios: Sequence[SpeedUp]) -> str:
+    """A page that opens offline: speed-ups on 64 to 512 GPUs."""
+    sections = ["<h1>DistCA on 64 to 512 H200, simulated</h1>"]
     caption = "The fastest wlb over distca by GPUs; the band is what the paper states for all settings together."
     for (stages, data, model), stated in STATED.items():
         mine = [one for one in ratios if _key(one.setting) == (stages, data, model)]
         name = f"{model}, {data}, {stages} stage{'s' if stages > 1 else ''}"
         sections.append(figure(_gains(mine, stated), f"gain-{stages}-{data}-{model}", f"{name}. {caption}"))
-    sections += [f"<p class=muted>{escape(note)}</p>" for note in basis(listed)]
-    return page("cpsim: DistCA on 64 to 512 H200", sections, with_plots=True)
+    return _page("cpsim: DistCA on 64 to 512 H200", sections, RATIOS)
+
+
+def _page(title: str, sections: Sequence[str], notes: Sequence[str]) -> str:
+    return page(title, [*sections, *(f"<p class=muted>{escape(note)}</p>" for note in notes)], with_plots=True)
 
 
 def _times(runs: Sequence[Interim]) -> Any:

@@ -62,9 +62,11 @@ def gathered(
     exchange: tuple[str, Floats],
     slowest: Mapping[str, float],
     copies: Floats | None = None,
+    *,
+    again: bool = False,
 ) -> Attended:
     """Attention of a group that gathers keys and values first, and sums their gradients and scatters them afterwards,
-    nothing beside it. Gathered keys and values are kept for the backward pass.
+    nothing beside it. Gathered keys and values are kept for the backward pass, or it gathers and attends once more.
 
     Args:
         placed: tasks on the ranks of the group.
@@ -73,6 +75,7 @@ def gathered(
         exchange: cost model and seconds ``[2]`` of gathering, and of scattering, keys and values.
         slowest: by pass, time of the slowest GPU over that of the mean one.
         copies: seconds ``[2]`` in which tensors are copied around kernels; None: in none.
+        again: whether all of the forward pass runs once more before the backward one.
     """
     where, talks = exchange
     seconds = placed.seconds(profile, kernel, model, tp).max(axis=1)
@@ -82,10 +85,12 @@ def gathered(
             PASSES, seconds, talks, np.zeros(2) if copies is None else copies, strict=True
         )
     )
+    if again:
+        backward = {name: forward.get(name, 0.0) + backward.get(name, 0.0) for name in {**forward, **backward}}
     tokens = int(placed.q_len.sum())
     kv = 2 * BF16 * tokens * model.kv_heads // tp * model.head_dim
-    sent = 2.0 * kv * (placed.num_ranks - 1) / placed.num_ranks
-    return Attended(parts=(forward, backward), exchange=kv, kept=kv, sent=sent, area=placed.area())
+    sent = (2.0 + again) * kv * (placed.num_ranks - 1) / placed.num_ranks
+    return Attended(parts=(forward, backward), exchange=kv, kept=0 if again else kv, sent=sent, area=placed.area())
 
 
 def ping_pong(

@@ -20,15 +20,18 @@ from typing import Final
 import numpy as np
 
 from cpsim.case.workload import Workload
-from cpsim.errors import InfeasibleError, OutOfMemoryError
+from cpsim.errors import CpsimError, InfeasibleError, OutOfMemoryError
 from cpsim.models.attention.calls import working_memory
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.host import HELD_S
+from cpsim.models.kernels import attention_seconds
+from cpsim.models.launches import event_gain_s
 from cpsim.models.price import Priced, price
+from cpsim.models.settle import attention_ops, ranks_of
 from cpsim.models.uncertainty import NUM_DRAWS, Draws, Floats
 from cpsim.prediction.case import Case
 from cpsim.prediction.size import DRAWN_GPUS, MOST_PLACES, RINGS
-from cpsim.schedule.schedule import Pass, Planning, Schedule
+from cpsim.schedule.schedule import Kind, Pass, Planning, Schedule
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
@@ -37,6 +40,11 @@ from cpsim.strategies.sizes import Sizes
 from cpsim.strategies.steps.layer import plan_scenario
 from cpsim.strategies.usp import ulysses_degree
 
+REPLANNED: Final = ("dcp", "distca")
+"""Strategies whose backward pass may compute a tile on another rank than the forward pass."""
+SURELY: Final = 0.95
+"""Of attention at the full clock, what a pass takes at least: where messages hold SMs, an op may be priced a little
+below what it takes alone."""
 KNOWN_PLACES: Final = (128, 192, 256)
 """Places, or somewhat more, of the rings that longer ones continue."""
 
@@ -118,6 +126,26 @@ def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0) -> PassResult:
     if case.cluster.num_gpus // copies > MOST_PLACES and _continues(case, copies):
         return _continued(case, pass_, copies, ahead_s)
     return _simulated(case, pass_, copies, case.cluster.num_gpus, ahead_s)
+
+
+def least_backward_s(case: Case, forward: PassResult) -> float:
+    """Seconds that a backward pass takes at least, known before it is planned.
+
+    It is not shorter than its forward pass. As a rank computes the same tiles in both, it is not shorter either than
+    these take backward at the full clock on the rank that has most.
+    """
+    strategy, schedules = case.scenario.strategy, forward.schedules
+    if strategy in REPLANNED or case.code is not CPSIM or case.workload.sparse is not None or len(schedules) > 1:
+        return forward.time_s
+    schedule, given = schedules[0], case.conditions()
+    ops = attention_ops(schedule)
+    try:
+        _, seconds = attention_seconds(given.attention_params("bwd"), schedule, ops, given)
+    except CpsimError:  # which the backward pass says better
+        return forward.time_s
+    alone = seconds - np.minimum(event_gain_s(Kind.ATTENTION_BACKWARD, given), seconds / 2)
+    busy = np.bincount(ranks_of(schedule, ops), alone, schedule.num_ranks)
+    return max(forward.time_s, SURELY * float(busy.max()))
 
 
 def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | None = None) -> list[Timeline]:

@@ -26,12 +26,15 @@ pytest.importorskip("dash")
 from cpsim.case.cluster import load_cluster
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.case.resolve import cluster_of, workload_of
-from cpsim.errors import ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.explore import answers, controls, views
-from cpsim.prediction.advise import advise
-from cpsim.prediction.predict import predict
+from cpsim.prediction.advise import advise, candidates_of
+from cpsim.prediction.case import resolve
+from cpsim.prediction.passes import least_backward_s
+from cpsim.prediction.predict import predict, run_passes
 from cpsim.prediction.question import Options
 from cpsim.prediction.question import ask as ask_door
+from cpsim.prediction.results import Infeasible
 from cpsim.prediction.runs import runs_in
 from cpsim.prediction.shortlist import NEAR
 from cpsim.prediction.standalone import standalone
@@ -311,6 +314,26 @@ def test_cells_of_maps_are_what_advise_says(name):
         near = [one for one in whole.tied if one.total_s <= NEAR * whole.candidates[0].total_s and one is not best]
         assert list(cell.tied) == [f"{strategy_label(one.scenario)} {ms_text(one.total_s)} ms" for one in near]
         assert cell.is_close == any(one.scenario.strategy != best.scenario.strategy for one in near)
+
+
+@pytest.mark.parametrize("name", ["one document", "documents drawn"])
+def test_a_backward_pass_takes_at_least_what_is_said_before_it_is_planned(name):
+    """Of every way to run some cells, and the bound is worth something."""
+    share = []
+    for spot in random.Random(name).sample(Around(scenario=scenario_from(MAPS[name][0])).spots(), 3):
+        for way in candidates_of(spot.scenario):
+            case = resolve(way) if not isinstance(way, Infeasible) else None
+            if case is None:
+                continue
+            try:
+                passes = run_passes(case)
+            except InfeasibleError:
+                continue
+            least = least_backward_s(case, passes["fwd"])
+            assert passes["fwd"].time_s <= least <= passes["bwd"].time_s, (spot.at, way.strategy, way.knobs)
+            share.append(least / passes["bwd"].time_s)
+    assert len(share) > 20
+    assert max(share) > 0.7
 
 
 def test_a_map_keeps_the_lengths_of_its_case_or_says_which_it_takes():

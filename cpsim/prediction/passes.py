@@ -21,10 +21,10 @@ import numpy as np
 
 from cpsim.case.workload import Workload
 from cpsim.errors import CpsimError, InfeasibleError, OutOfMemoryError
-from cpsim.models.attention.calls import working_memory
+from cpsim.models.attention.calls import full_clock_op_seconds, working_memory
 from cpsim.models.cost_models import GROUPS
+from cpsim.models.feasible import limits_of
 from cpsim.models.host import HELD_S
-from cpsim.models.kernels import attention_seconds
 from cpsim.models.launches import event_gain_s
 from cpsim.models.price import Priced, price
 from cpsim.models.settle import attention_ops, ranks_of
@@ -132,20 +132,24 @@ def least_backward_s(case: Case, forward: PassResult) -> float:
     """Seconds that a backward pass takes at least, known before it is planned.
 
     It is not shorter than its forward pass. As a rank computes the same tiles in both, it is not shorter either than
-    these take backward at the full clock on the rank that has most.
+    these take backward at the full clock on the rank that has most pairs.
     """
     strategy, schedules = case.scenario.strategy, forward.schedules
     if strategy in REPLANNED or case.code is not CPSIM or case.workload.sparse is not None or len(schedules) > 1:
         return forward.time_s
     schedule, given = schedules[0], case.conditions()
+    if limits_of(given.kernel).any_mask:
+        return forward.time_s
     ops = attention_ops(schedule)
+    rank, pairs = ranks_of(schedule, ops), schedule.tiles.area[schedule.tile[ops]] * schedule.heads[ops, 1]
+    ops = ops[rank == np.bincount(rank, pairs, schedule.num_ranks).argmax()]
     try:
-        _, seconds = attention_seconds(given.attention_params("bwd"), schedule, ops, given)
+        params = given.attention_params("bwd")
     except CpsimError:  # which the backward pass says better
         return forward.time_s
+    seconds = full_clock_op_seconds(params, schedule, ops, given.varlen, given.head_dim, given.value_dim)
     alone = seconds - np.minimum(event_gain_s(Kind.ATTENTION_BACKWARD, given), seconds / 2)
-    busy = np.bincount(ranks_of(schedule, ops), alone, schedule.num_ranks)
-    return max(forward.time_s, SURELY * float(busy.max()))
+    return max(forward.time_s, SURELY * float(alone.sum()))
 
 
 def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | None = None) -> list[Timeline]:

@@ -44,14 +44,14 @@ class Discrepancy:
         return hash((self.lengths, self.weights[:4]))
 
     def arrays(self) -> tuple[Floats, Floats, Floats]:
-        """Support [M, FEATURES], weights [M] and lengths [FEATURES]; remembered, so do not write to them."""
+        """Support [FEATURES, M], weights [M] and lengths [FEATURES]; remembered, so do not write to them."""
         return _arrays(self)
 
 
 @lru_cache(maxsize=32)
 def _arrays(one: Discrepancy) -> tuple[Floats, Floats, Floats]:
     support = np.array(one.support, float).reshape(len(one.weights), len(FEATURES))
-    return support, np.array(one.weights, float), np.array(one.lengths, float)
+    return np.ascontiguousarray(support.T), np.array(one.weights, float), np.array(one.lengths, float)
 
 
 NONE = Discrepancy(lengths=(1.0,) * len(FEATURES), support=(), weights=())

@@ -243,4 +243,3 @@ class _Search:
         """Price of the square of a load beyond the cap, in bytes squared."""
         share = float(self.keys.sum()) * part.num_parts / (self.shape[0] * self.shape[1])
         return factor * share**2
-

@@ -394,11 +394,19 @@ def _place(name: str) -> tuple[Any, Any]:
 def _control(one: Control, start: Values) -> Any:
     value = start[one.name]
     if one.choices:
-        made = dcc.Dropdown(list(one.choices), value, id=one.name, clearable=False, searchable=False)
-    else:
-        kind = {"type": "number", "min": 0} if one.name in STEPPED else {"type": "text", "debounce": True}
-        made = dcc.Input(value, id=one.name, placeholder=one.hint, **kind)
-    return html.Div([html.Label(one.label, htmlFor=one.name), made], className="control", id=f"{one.name}-control")
+        return _labelled(one, f"{one.name}-list", [_list(one), _hidden(one.name, str(value))])
+    kind = {"type": "number", "min": 0} if one.name in STEPPED else {"type": "text", "debounce": True}
+    return _labelled(one, one.name, [dcc.Input(value, id=one.name, placeholder=one.hint, **kind)])
+
+
+def _labelled(one: Control, field: str, made: Sequence[Any]) -> Any:
+    return html.Div([html.Label(one.label, htmlFor=field), *made], className="control", id=f"{one.name}-control")
+
+
+def _list(one: Control) -> Any:
+    """The browser's own list, which keyboards and readers of screens know; its value is that of a hidden field."""
+    options = [html.Option(choice, value=choice) for choice in one.choices]
+    return html.Select(options, id=f"{one.name}-list", **{"data-control": one.name})
 
 
 def _views() -> Any:

@@ -90,7 +90,8 @@ def ranking(advice: Advice) -> View:
     below = _alternatives(advice) if best else ""
     if advice.infeasible:
         reasons = [(strategy_label(one.scenario), REFUSALS[one.kind], one.reason) for one in advice.infeasible]
-        below += folded(f"Not ranked: {len(reasons)}, each with its reason", table(REASONS_HEAD, reasons, num_text=3))
+        every = table(REASONS_HEAD, reasons, num_text=3)
+        below += folded(f"Not ranked: {len(reasons)}, each with its reason", every, is_open=not best)
     if not best:
         return View(below=below, columns=advice.columns)
     chosen = advice.recommended or best[0]

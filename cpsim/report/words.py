@@ -124,13 +124,13 @@ def documents_text(scenario: Scenario) -> str:
 
 
 def _least_lacking(advice: Advice) -> str:
-    """Why nothing can run: of the strategy that lacks least, how many others there are."""
+    """Why nothing can run: of the strategy that lacks least, and how many others that is said of."""
     if not advice.infeasible:
-        return "none was tried."
-    why = least_lacking(advice.infeasible)
-    reason = f"{strategy_label(why.scenario)}: {why.reason.rstrip('.')}."
-    count = len(advice.infeasible)
-    return reason if count == 1 else f"{count} tried, each with its reason below; {reason}"
+        return "None was tried."
+    why, count = least_lacking(advice.infeasible), len(advice.infeasible)
+    alike = sum(one.reason == why.reason for one in advice.infeasible)
+    who = f"{alike} of {count} tried" if alike > 1 else strategy_label(why.scenario)
+    return f"{who}: {why.reason.rstrip('.')}."
 
 
 def least_lacking(refused: Sequence[Infeasible]) -> Infeasible:
@@ -142,7 +142,7 @@ def least_lacking(refused: Sequence[Infeasible]) -> Infeasible:
 def recommendation(advice: Advice, brief: bool = False) -> str:
     """The recommendation in words, with how sure it is; brief ones stand beside its numbers."""
     if not advice.candidates:
-        return f"No strategy can run this case: {_least_lacking(advice)}"
+        return f"No strategy can run this case. {_least_lacking(advice)}"
     best = advice.recommended or advice.candidates[0]
     same = advice.alike(best)
     others = [one for one in advice.distinct if one is not best and not any(one is other for other in same)]

@@ -121,7 +121,7 @@ def full_clock_op_seconds(
     params: AttentionParams, schedule: Schedule, ops: Ints, varlen: bool, head_dim: int, value_dim: int
 ) -> Floats:
     """The second row of `attention_op_seconds` for a few ops [A] of a kernel that takes a tile as sequences."""
-    given, window = _sequences_of(sequences(schedule.tiles), schedule.tile[ops])
+    given, window = _sequences_of(sequences(schedule.tiles), schedule.tile[ops].astype(np.int64))
     heads = schedule.heads[ops, 1].astype(np.int64), schedule.heads[ops, 3].astype(np.int64)
     return clocked_seconds(params, *given, *heads, head_dim, varlen, window, value_dim)[1]
 

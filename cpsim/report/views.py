@@ -104,7 +104,8 @@ def _reasons(refused: Sequence[Infeasible]) -> str:
     """Why strategies cannot run; those with one reason in one row."""
     alike: dict[tuple[str, str], list[str]] = {}
     for one in refused:
-        alike.setdefault((REFUSALS[one.kind].replace(" ", NO_BREAK), one.reason), []).append(strategy_label(one.scenario))
+        what = REFUSALS[one.kind].replace(" ", NO_BREAK)
+        alike.setdefault((what, one.reason), []).append(strategy_label(one.scenario))
     return table(REASONS_HEAD, [(", ".join(names), *why) for why, names in alike.items()], num_text=3)
 
 

@@ -18,6 +18,7 @@ const look = () => {
   if (window.whole === null && progress.value >= progress.max) window.whole = performance.now(); };
 if (window.before === undefined) {
   for (const kind of ["mousedown", "keydown"]) { window.addEventListener(kind, say, true); }
+  window.addEventListener("change", (event) => { if (event.target.tagName === "SELECT") say(); }, true);
   document.querySelector("#plot .js-plotly-plot").on("plotly_afterplot", look);
 }
 say();

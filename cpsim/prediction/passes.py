@@ -110,46 +110,57 @@ class PassResult:
         return of_rings[0] if len(of_rings) == 1 else _further(of_rings[0], of_rings[1], self.beyond)
 
 
-def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0) -> PassResult:
+class TooSlowError(Exception):
+    """A pass takes longer than anybody wants to know."""
+
+
+def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0, most_s: float = float("inf")) -> PassResult:
     """Plans, prices and simulates one pass.
 
     Args:
         case: the case.
         pass_: forward or backward.
         ahead_s: how far hosts are ahead when it starts, where the protocol has them wait [s].
+        most_s: it is not simulated where this and later passes of the case surely take longer [s].
 
     Raises:
         InfeasibleError: the strategy cannot run it, or it does not fit into memory (``OutOfMemoryError``).
         ProfileError: the profile lacks what it needs.
+        TooSlowError: it takes longer than ``most_s``.
     """
     copies = _copies(case)
     if case.cluster.num_gpus // copies > MOST_PLACES and _continues(case, copies):
         return _continued(case, pass_, copies, ahead_s)
-    return _simulated(case, pass_, copies, case.cluster.num_gpus, ahead_s)
+    return _simulated(case, pass_, copies, case.cluster.num_gpus, ahead_s, most_s)
 
 
 def least_backward_s(case: Case, forward: PassResult) -> float:
     """Seconds that a backward pass takes at least, known before it is planned.
 
-    It is not shorter than its forward pass. As a rank computes the same tiles in both, it is not shorter either than
-    these take backward at the full clock on the rank that has most pairs.
+    It is not shorter than its forward pass, nor than what that computes takes backward, see ``_surely_s``.
     """
-    strategy, schedules = case.scenario.strategy, forward.schedules
-    if strategy in REPLANNED or case.code is not CPSIM or case.workload.sparse is not None or len(schedules) > 1:
+    if case.scenario.strategy in REPLANNED or len(forward.schedules) > 1:
         return forward.time_s
-    schedule, given = schedules[0], case.conditions()
-    if limits_of(given.kernel).any_mask:
-        return forward.time_s
+    return max(forward.time_s, _surely_s(case, forward.schedules[0], "bwd"))
+
+
+def _surely_s(case: Case, schedule: Schedule, pass_: Pass) -> float:
+    """Seconds that the tiles of a schedule take at least in a pass, whatever is sent: on the rank that has most pairs,
+    at the full clock; 0 where that is not known."""
+    given = case.conditions()
+    if case.code is not CPSIM or given.sparse is not None or limits_of(given.kernel).any_mask:
+        return 0.0
     ops = attention_ops(schedule)
     rank, pairs = ranks_of(schedule, ops), schedule.tiles.area[schedule.tile[ops]] * schedule.heads[ops, 1]
     ops = ops[rank == np.bincount(rank, pairs, schedule.num_ranks).argmax()]
     try:
-        params = given.attention_params("bwd")
-    except CpsimError:  # which the backward pass says better
-        return forward.time_s
+        params = given.attention_params(pass_)
+    except CpsimError:  # which the pass says better
+        return 0.0
     seconds = full_clock_op_seconds(params, schedule, ops, given.varlen, given.head_dim, given.value_dim)
-    alone = seconds - np.minimum(event_gain_s(Kind.ATTENTION_BACKWARD, given), seconds / 2)
-    return max(forward.time_s, SURELY * float(alone.sum()))
+    kind = Kind.ATTENTION if pass_ == "fwd" else Kind.ATTENTION_BACKWARD
+    alone = seconds - np.minimum(event_gain_s(kind, given), seconds / 2)
+    return SURELY * float(alone.sum())
 
 
 def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | None = None) -> list[Timeline]:
@@ -188,7 +199,9 @@ def _copies(case: Case) -> int:
     return degree if 1 < degree < cluster.num_gpus and cluster.can_fold(degree) else 1
 
 
-def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: float = 0.0) -> PassResult:
+def _simulated(
+    case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: float = 0.0, most_s: float = float("inf")
+) -> PassResult:
     """A pass of a case whose GPUs stand for ``num_gpus``."""
     scenario, cluster = case.scenario, case.cluster
     if copies > 1:
@@ -200,6 +213,10 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = _memory_of(schedule, case)
     _check_memory(folded, memory)
+    if most_s < float("inf"):
+        again = pass_ == "fwd" and "bwd" in case.scenario.passes and scenario.strategy not in REPLANNED
+        if sum(_surely_s(folded, schedule, one) for one in ((pass_, "bwd") if again else (pass_,))) > most_s:
+            raise TooSlowError
     given = replace(case.conditions(), cluster=cluster, alike=num_gpus / cluster.num_gpus)
     priced = price(schedule, replace(given, ahead_s=max(ahead_s, given.ahead_s)))
     timeline = simulate(schedule, priced.work)

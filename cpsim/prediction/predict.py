@@ -22,7 +22,7 @@ from cpsim.models.gemm import FP8_SIGMA, GROUPED_SIGMA
 from cpsim.models.profile import Profile
 from cpsim.models.uncertainty import Draws, Floats, draws_of, seed_of
 from cpsim.prediction.case import Case, resolve
-from cpsim.prediction.passes import PassResult, least_backward_s, run_pass
+from cpsim.prediction.passes import PassResult, TooSlowError, least_backward_s, run_pass
 from cpsim.prediction.results import Change, Column, Infeasible, Prediction, prediction_columns, refused
 from cpsim.prediction.step.costs import PARTS
 from cpsim.prediction.step.step import Step
@@ -204,18 +204,22 @@ def run_passes(case: Case, most_s: float = float("inf")) -> dict[Pass, PassResul
 
     Args:
         case: the case.
-        most_s: a backward pass is left out where both would take longer than that [s], see ``least_backward_s``.
+        most_s: passes are left out where all would surely take longer than that [s], see ``least_backward_s``.
 
     Raises:
         InfeasibleError, ProfileError: as ``prediction_of``.
     """
     case.code.check_kernel(case.scenario.kernel, case.scenario.strategy, case.workload.sinks)
-    done, ahead = dict[Pass, PassResult](), 0.0
+    done, ahead, left = dict[Pass, PassResult](), 0.0, most_s
     for pass_ in case.scenario.passes:
-        if done and most_s < float("inf") and done["fwd"].time_s + least_backward_s(case, done["fwd"]) > most_s:
+        if done and left < float("inf") and least_backward_s(case, done["fwd"]) > left:
             break
-        done[pass_] = run_pass(case, pass_, ahead)
+        try:
+            done[pass_] = run_pass(case, pass_, ahead, left)
+        except TooSlowError:
+            break
         ahead = max(0.0, done[pass_].time_s - done[pass_].host_s)
+        left -= done[pass_].time_s
     return done
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -17,6 +18,7 @@ const look = () => {
   if (window.whole === null && progress.value >= progress.max) window.whole = performance.now(); };
 if (window.before === undefined) {
   for (const kind of ["mousedown", "keydown"]) { window.addEventListener(kind, say, true); }
+  window.addEventListener("change", (event) => { if (event.target.tagName === "SELECT") say(); }, true);
   document.querySelector("#plot .js-plotly-plot").on("plotly_afterplot", look);
 }
 say();
@@ -29,6 +31,18 @@ look();
 """
 """Answers, once ``WATCH`` has seen a whole answer, with the moments that it noted [ms]; asked once, since a driver that
 asks again and again takes processor time from the page."""
+
+
+def serious(driver):
+    """What axe-core finds on the page that keeps people from using it: rule, impact and the first place of each."""
+    import axe_core_python
+
+    driver.execute_script((Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    found = driver.execute_async_script(
+        "const done = arguments[0]; axe.run().then((found) => done(found.violations.map("
+        "(one) => [one.id, one.impact, one.nodes[0].html, one.nodes[0].failureSummary])));"
+    )
+    return [one for one in found if one[1] in ("serious", "critical")]
 
 
 def chromium(downloads=None, width=1280, height=1000):

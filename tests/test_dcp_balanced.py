@@ -128,8 +128,9 @@ def test_counts_after_moves_are_those_of_the_new_placement(seed):
     worker = rng.integers(3, size=len(area))
     state = tally(worker, sides, home, bytes_in, bytes_out, area, 3)
     before = worker.copy()
-    start = np.array([0, 10, 20, *range(21, 41)])
-    move_bundles(start, rng.permutation(40), worker, state, sides, home, bytes_in, bytes_out, area, 40.0, 50.0, 3)
+    ways = np.stack([np.repeat(np.arange(22), [10, 10, *[1] * 20]), np.arange(40)])
+    members = np.stack([rng.permutation(40), np.arange(40)])
+    move_bundles(ways, members, worker, state, sides, home, bytes_in, bytes_out, area, 40.0, 50.0, 3)
     assert (worker != before).any()
     for kept, counted in zip(state, tally(worker, sides, home, bytes_in, bytes_out, area, 3), strict=True):
         np.testing.assert_allclose(kept, counted)

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 import yaml
-from browser import CHROMIUM, DRIVER, WATCH, WHOLE, chromium
+from browser import CHROMIUM, DRIVER, WATCH, WHOLE, chromium, serious
 from scripts import ROOT
 from test_cli import EXAMPLES, one_line
 from test_cli import cpsim as command
@@ -26,12 +26,16 @@ pytest.importorskip("dash")
 from cpsim.case.cluster import load_cluster
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.case.resolve import cluster_of, workload_of
-from cpsim.errors import ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.explore import answers, controls, views
-from cpsim.prediction.advise import advise
-from cpsim.prediction.predict import predict
+from cpsim.explore.controls import VIEWS
+from cpsim.prediction.advise import advise, candidates_of
+from cpsim.prediction.case import resolve
+from cpsim.prediction.passes import least_backward_s
+from cpsim.prediction.predict import predict, run_passes
 from cpsim.prediction.question import Options
 from cpsim.prediction.question import ask as ask_door
+from cpsim.prediction.results import Infeasible
 from cpsim.prediction.runs import runs_in
 from cpsim.prediction.shortlist import NEAR
 from cpsim.prediction.standalone import standalone
@@ -313,6 +317,26 @@ def test_cells_of_maps_are_what_advise_says(name):
         assert cell.is_close == any(one.scenario.strategy != best.scenario.strategy for one in near)
 
 
+@pytest.mark.parametrize("name", ["one document", "documents drawn"])
+def test_a_backward_pass_takes_at_least_what_is_said_before_it_is_planned(name):
+    """Of every way to run some cells, and the bound is worth something."""
+    share = []
+    for spot in random.Random(name).sample(Around(scenario=scenario_from(MAPS[name][0])).spots(), 3):
+        for way in candidates_of(spot.scenario):
+            case = resolve(way) if not isinstance(way, Infeasible) else None
+            if case is None:
+                continue
+            try:
+                passes = run_passes(case)
+            except InfeasibleError:
+                continue
+            least = least_backward_s(case, passes["fwd"])
+            assert passes["fwd"].time_s <= least <= passes["bwd"].time_s, (spot.at, way.strategy, way.knobs)
+            share.append(least / passes["bwd"].time_s)
+    assert len(share) > 20
+    assert max(share) > 0.7
+
+
 def test_a_map_keeps_the_lengths_of_its_case_or_says_which_it_takes():
     around = Around(scenario=scenario_from(CASE | {"gpus": 96, "tokens_per_gpu": 2048}))
     lengths, gpus = around.values
@@ -473,11 +497,9 @@ class Page:
         time.sleep(0.1)
 
     def choose(self, name, value):
-        from selenium.webdriver.support.wait import WebDriverWait
+        from selenium.webdriver.support.select import Select
 
-        self.find(f"#{name}").click()
-        xpath = f"//*[contains(@class, 'dash-dropdown-option') and normalize-space()={value!r}]"
-        WebDriverWait(self.driver, 10, 0.01).until(lambda driver: driver.find_element("xpath", xpath)).click()
+        Select(self.find(f"#{name}-list")).select_by_visible_text(value)
         self.said()
 
     def pick(self, label):
@@ -607,13 +629,29 @@ def test_a_link_restores_every_view_and_loads_nothing_from_elsewhere(page):
         assert {key: page.link[key] for key in link} == {key: str(value) for key, value in link.items()}
         assert page.link["view"] == view
         assert page.driver.execute_script(HIDDEN_FOCUS) == []
-        lists = page.driver.find_elements("css selector", "aside button.dash-dropdown")
+        lists = page.driver.find_elements("css selector", "aside select")
         assert [one.get_property("tabIndex") for one in lists] == [0] * len(lists) != []
         loaded = page.driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
         assert len(loaded) > 5
         assert all(urlsplit(name).netloc in ("", page.address) for name in loaded), loaded
     assert "zigzag_ring" in page.text("below") or "measured" in page.text("caption").lower() or page.text("caption")
     assert page.console() == []
+
+
+@pytest.mark.chromium
+@needs_chromium
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious_in_any_view_nor_in_an_open_list(page, theme):
+    pytest.importorskip("axe_core_python")
+    for case, names in ((CASE | {"documents": "one document"}, VIEWS), (A_STEP, ("ranking", "timeline", "paste"))):
+        for view in names:
+            page.open(**case, view=view, theme=theme)
+            assert serious(page.driver) == [], view
+    page.open(**CASE, documents="one document", theme=theme)
+    page.find("#mask-list").click()
+    assert serious(page.driver) == []
+    page.find("#pin").click()
+    assert serious(page.driver) == []
 
 
 @pytest.mark.chromium

@@ -337,9 +337,10 @@ def fit_discrepancy(features: Floats, left_over: Floats, theirs: Discrepancy = N
     greedily where the process is least certain (pivoted Cholesky decomposition). What is left over on a GPU alike is
     observed here, too, at its support points, within `SIGMA_ACROSS_GPUS`.
     """
-    support, *rest = theirs.arrays()
+    given = theirs.arrays()
+    support = np.ascontiguousarray(given[0].T)
     own, features = len(left_over), np.concatenate([features, support])
-    y = np.append(left_over, [correction(look, support, *rest) for look in support]).clip(-MAX_RESIDUAL, MAX_RESIDUAL)
+    y = np.append(left_over, [correction(look, *given) for look in support]).clip(-MAX_RESIDUAL, MAX_RESIDUAL)
 
     def counts(noise: float) -> Floats:
         """What an observation counts beside one of this GPU."""

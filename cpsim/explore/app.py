@@ -51,6 +51,8 @@ WHOLE_S: Final = 0.4
 """How long it waits where it is expected to be whole sooner: to draw it twice would take longer."""
 MORE_S: Final = 0.3
 """How long a page that asks for more waits; it asks again as long as its answer is not whole."""
+REDRAWN_S: Final = 0.9
+"""How long a map that is not whole stays before it is drawn anew: its bar grows meanwhile, and cells come sooner."""
 WHOLE_FILE_S: Final = 60.0
 """How long a file waits for a whole answer."""
 LOADING: Final = "Loading costs and engines; after an installation they are compiled first, which takes minutes."
@@ -121,8 +123,8 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
         try:
             found = step(state, more) if is_step(state) else answer(state, MORE_S if more else first_s(), views.drawn)
             pieces = [found.done, found.total]
-            if more and answered and answered.get("pieces") == pieces:
-                return _same(**_answered(serial, pieces))
+            if more and answered and (answered.get("pieces") == pieces or _waits(state, found, answered)):
+                return _same(done=found.done, total=found.total, **_answered(serial, pieces, answered.get("drawn")))
             said = _step_said(state, found) if isinstance(found, KnownStep) else _attention_said(state, found)
         except CpsimError as error:
             return _same(error=str(error), done=1, total=1, **_answered(serial, [1, 1]))
@@ -195,9 +197,18 @@ def _same(**changes: Any) -> dict[str, Any]:
     return kept | changes
 
 
-def _answered(serial: Any, pieces: Sequence[int]) -> dict[str, Any]:
-    """Which question was answered, how far; different every time, so that the page knows that it was."""
-    return {"serial": serial, "answered": {"serial": serial, "pieces": pieces, "at": time.monotonic()}}
+def _answered(serial: Any, pieces: Sequence[int], drawn: float | None = None) -> dict[str, Any]:
+    """Which question was answered, how far, and when that was drawn, if not now; different every time, so that the
+    page knows that it was."""
+    now = time.monotonic()
+    return {"serial": serial, "answered": {"serial": serial, "pieces": pieces, "at": now, "drawn": drawn or now}}
+
+
+def _waits(state: Values, found: Known | KnownStep, answered: Values) -> bool:
+    """Whether a map gets its new cells a little later."""
+    drawn = answered.get("drawn")
+    fresh = isinstance(drawn, float) and time.monotonic() - drawn < REDRAWN_S
+    return fresh and state.get("view") == "map" and isinstance(found, Known) and not found.is_complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,11 +394,19 @@ def _place(name: str) -> tuple[Any, Any]:
 def _control(one: Control, start: Values) -> Any:
     value = start[one.name]
     if one.choices:
-        made = dcc.Dropdown(list(one.choices), value, id=one.name, clearable=False, searchable=False)
-    else:
-        kind = {"type": "number", "min": 0} if one.name in STEPPED else {"type": "text", "debounce": True}
-        made = dcc.Input(value, id=one.name, placeholder=one.hint, **kind)
-    return html.Div([html.Label(one.label, htmlFor=one.name), made], className="control", id=f"{one.name}-control")
+        return _labelled(one, f"{one.name}-list", [_list(one), _hidden(one.name, str(value))])
+    kind = {"type": "number", "min": 0} if one.name in STEPPED else {"type": "text", "debounce": True}
+    return _labelled(one, one.name, [dcc.Input(value, id=one.name, placeholder=one.hint, **kind)])
+
+
+def _labelled(one: Control, field: str, made: Sequence[Any]) -> Any:
+    return html.Div([html.Label(one.label, htmlFor=field), *made], className="control", id=f"{one.name}-control")
+
+
+def _list(one: Control) -> Any:
+    """The browser's own list, which keyboards and readers of screens know; its value is that of a hidden field."""
+    options = [html.Option(choice, value=choice) for choice in one.choices]
+    return html.Select(options, id=f"{one.name}-list", **{"data-control": one.name})
 
 
 def _views() -> Any:

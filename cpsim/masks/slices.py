@@ -253,11 +253,33 @@ def sets_of(cells: NDArray[np.bool_], edges: Ints) -> RangeSets:
     Args:
         edges: first token of every cell, and the end of the last one.
     """
-    change = np.diff(np.pad(cells, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    owner, opens = np.nonzero(change == 1)
-    closes = np.nonzero(change == -1)[1]
-    start = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(cells)))))
-    return RangeSets(start, np.stack([edges[opens], edges[closes]], axis=1))
+    return RangeSets(*_runs(np.ascontiguousarray(cells, np.bool_), np.asarray(edges, np.int64)))
+
+
+@compiled()
+def _runs(cells, edges):  # type: ignore[no-untyped-def]
+    """Start of every set's ranges and the ranges of runs of cells that are True."""
+    start, count = np.zeros(len(cells) + 1, np.int64), 0
+    for row in range(len(cells)):
+        before = False
+        for here in cells[row]:
+            count += here and not before
+            before = here
+        start[row + 1] = count
+    ranges, at = np.empty((count, 2), np.int64), 0
+    for row in range(len(cells)):
+        before = False
+        for i, here in enumerate(cells[row]):
+            if here and not before:
+                ranges[at, 0] = edges[i]
+            elif before and not here:
+                ranges[at, 1] = edges[i]
+                at += 1
+            before = here
+        if before:
+            ranges[at, 1] = edges[cells.shape[1]]
+            at += 1
+    return start, ranges
 
 
 def restrict(

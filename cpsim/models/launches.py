@@ -83,7 +83,7 @@ def without_events(schedule: Schedule, seconds: Floats, given: Conditions) -> Fl
 
     An op takes at least half of what was measured.
     """
-    gain = np.array([_gain_s(kind, given) for kind in Kind])[schedule.kind]
+    gain = np.array([event_gain_s(kind, given) for kind in Kind])[schedule.kind]
     alone: Floats = seconds - np.minimum(gain, seconds / 2)
     if not given.captured:
         return alone
@@ -93,7 +93,7 @@ def without_events(schedule: Schedule, seconds: Floats, given: Conditions) -> Fl
     return np.asarray(alone + crossing * given.profile.host.graph_cross_s)
 
 
-def _gain_s(kind: Kind, given: Conditions) -> float:
+def event_gain_s(kind: Kind, given: Conditions) -> float:
     """What the events add between which ops of a kind were measured [s]."""
     host = given.profile.host
     gains = host.captured_gain_s if given.captured else host.streamed_gain_s

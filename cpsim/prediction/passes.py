@@ -15,19 +15,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
 from cpsim.case.workload import Workload
-from cpsim.errors import InfeasibleError, OutOfMemoryError
-from cpsim.models.attention.calls import working_memory
+from cpsim.errors import CpsimError, InfeasibleError, OutOfMemoryError
+from cpsim.models import settle
+from cpsim.models.attention.calls import full_clock_op_seconds, working_memory
 from cpsim.models.cost_models import GROUPS
+from cpsim.models.feasible import limits_of
 from cpsim.models.host import HELD_S
+from cpsim.models.launches import event_gain_s
 from cpsim.models.price import Priced, price
 from cpsim.models.uncertainty import NUM_DRAWS, Draws, Floats
 from cpsim.prediction.case import Case
 from cpsim.prediction.size import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, RINGS, grows_along_a_line
-from cpsim.schedule.schedule import Pass, Planning, Schedule
+from cpsim.schedule.schedule import Kind, Pass, Planning, Schedule
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
@@ -35,6 +39,12 @@ from cpsim.strategies.others import CPSIM
 from cpsim.strategies.sizes import Sizes
 from cpsim.strategies.steps.layer import plan_scenario
 from cpsim.strategies.usp import ulysses_degree
+
+REPLANNED: Final = ("dcp", "distca")
+"""Strategies whose backward pass may compute a tile on another rank than the forward pass."""
+SURELY: Final = 0.95
+"""Of attention at the full clock, what a pass takes at least: where messages hold SMs, an op may be priced a little
+below what it takes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +108,57 @@ class PassResult:
         return of_rings[0] if len(of_rings) == 1 else _further(of_rings[0], of_rings[1], self.beyond)
 
 
-def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0) -> PassResult:
+class TooSlowError(Exception):
+    """A pass takes longer than anybody wants to know."""
+
+
+def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0, most_s: float = float("inf")) -> PassResult:
     """Plans, prices and simulates one pass.
 
     Args:
         case: the case.
         pass_: forward or backward.
         ahead_s: how far hosts are ahead when it starts, where the protocol has them wait [s].
+        most_s: it is not simulated where this and later passes of the case surely take longer [s].
 
     Raises:
         InfeasibleError: the strategy cannot run it, or it does not fit into memory (``OutOfMemoryError``).
         ProfileError: the profile lacks what it needs.
+        TooSlowError: it takes longer than ``most_s``.
     """
     copies = _copies(case)
     if case.cluster.num_gpus // copies > MOST_PLACES and _continues(case, copies):
         return _continued(case, pass_, copies, ahead_s)
-    return _simulated(case, pass_, copies, case.cluster.num_gpus, ahead_s)
+    return _simulated(case, pass_, copies, case.cluster.num_gpus, ahead_s, most_s)
+
+
+def least_backward_s(case: Case, forward: PassResult) -> float:
+    """Seconds that a backward pass takes at least, known before it is planned.
+
+    It is not shorter than its forward pass, nor than what that computes takes backward, see ``_surely_s``.
+    """
+    if case.scenario.strategy in REPLANNED or len(forward.schedules) > 1:
+        return forward.time_s
+    return max(forward.time_s, _surely_s(case, forward.schedules[0], "bwd"))
+
+
+def _surely_s(case: Case, schedule: Schedule, pass_: Pass) -> float:
+    """Seconds that the tiles of a schedule take at least in a pass, whatever is sent: on the rank that has most pairs,
+    at the full clock; 0 where that is not known."""
+    given = case.conditions()
+    if case.code is not CPSIM or given.sparse is not None or limits_of(given.kernel).any_mask:
+        return 0.0
+    ops = settle.attention_ops(schedule)
+    rank, pairs = settle.ranks_of(schedule, ops), schedule.tiles.area[schedule.tile[ops]] * schedule.heads[ops, 1]
+    ops = ops[rank == np.bincount(rank, pairs, schedule.num_ranks).argmax()]
+    try:
+        params = given.attention_params(pass_)
+    except CpsimError:  # which the pass says better
+        return 0.0
+    seconds = full_clock_op_seconds(params, schedule, ops, given.varlen, given.head_dim, given.value_dim)
+    kind = Kind.ATTENTION if pass_ == "fwd" else Kind.ATTENTION_BACKWARD
+    alone = seconds - np.minimum(event_gain_s(kind, given), seconds / 2)
+    return float(SURELY * alone.sum())
 
 
 def ranks_of(size: int) -> list[int]:
@@ -156,7 +201,9 @@ def _copies(case: Case) -> int:
     return degree if 1 < degree < cluster.num_gpus and cluster.can_fold(degree) else 1
 
 
-def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: float = 0.0) -> PassResult:
+def _simulated(
+    case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: float = 0.0, most_s: float = float("inf")
+) -> PassResult:
     """A pass of a case whose GPUs stand for ``num_gpus``."""
     scenario, cluster = case.scenario, case.cluster
     if copies > 1:
@@ -169,6 +216,10 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = _memory_of(schedule, case)
     _check_memory(folded, memory, tokens)
+    if most_s < float("inf"):
+        again = pass_ == "fwd" and "bwd" in case.scenario.passes and scenario.strategy not in REPLANNED
+        if sum(_surely_s(folded, schedule, one) for one in ((pass_, "bwd") if again else (pass_,))) > most_s:
+            raise TooSlowError
     given = replace(case.conditions(), cluster=cluster, alike=num_gpus / cluster.num_gpus)
     priced = price(schedule, replace(given, ahead_s=max(ahead_s, given.ahead_s)))
     timeline = simulate(schedule, priced.work)

@@ -23,7 +23,7 @@ from cpsim.models.gemm import FP8_SIGMA, GROUPED_SIGMA
 from cpsim.models.profile import Profile
 from cpsim.models.uncertainty import Draws, Floats, draws_of, seed_of
 from cpsim.prediction.case import Case, resolve
-from cpsim.prediction.passes import PassResult, run_pass
+from cpsim.prediction.passes import PassResult, TooSlowError, least_backward_s, run_pass
 from cpsim.prediction.results import Change, Column, Infeasible, Prediction, prediction_columns, refused
 from cpsim.prediction.step.costs import PARTS
 from cpsim.prediction.step.step import Step
@@ -205,19 +205,22 @@ def run_passes(case: Case, most_s: float = float("inf")) -> dict[Pass, PassResul
 
     Args:
         case: the case.
-        most_s: a backward pass, which is never shorter than its forward pass, is left out where both would take longer
-            than that [s].
+        most_s: passes are left out where all would surely take longer than that [s], see ``least_backward_s``.
 
     Raises:
         InfeasibleError, ProfileError: as ``prediction_of``.
     """
     case.code.check_kernel(case.scenario.kernel, case.scenario.strategy, case.workload.sinks)
-    done, ahead = dict[Pass, PassResult](), 0.0
+    done, ahead, left = dict[Pass, PassResult](), 0.0, most_s
     for pass_ in case.scenario.passes:
-        if done and 2 * done["fwd"].time_s > most_s:
+        if done and left < float("inf") and least_backward_s(case, done["fwd"]) > left:
             break
-        done[pass_] = run_pass(case, pass_, ahead)
+        try:
+            done[pass_] = run_pass(case, pass_, ahead, left)
+        except TooSlowError:
+            break
         ahead = max(0.0, done[pass_].time_s - done[pass_].host_s)
+        left -= done[pass_].time_s
     return done
 
 

@@ -6,6 +6,7 @@ ways that are too slow already, and draws of those that are not near the fastest
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ def _shortlist(scenario: Scenario, first: Sequence[str]) -> Shortlist:
     no: list[Infeasible] = [way for way in ways if isinstance(way, Infeasible)]
     found: dict[int, tuple[float, Case, Mapping[Pass, PassResult]]] = {}
     fastest = float("inf")
-    for i, way in sorted(enumerate(ways), key=lambda item: _place(item[1], first)):
+    for i in _order(ways, first):
+        way = ways[i]
         if isinstance(way, Infeasible):
             continue
         try:
@@ -108,6 +110,12 @@ def _shortlist(scenario: Scenario, first: Sequence[str]) -> Shortlist:
     return Shortlist(ways=tuple(sorted(drawn, key=lambda w: (w.total_s, len(w.scenario.knobs)))), refused=tuple(no))
 
 
-def _place(way: Scenario | Infeasible, first: Sequence[str]) -> int:
-    name = way.strategy if isinstance(way, Scenario) else None
-    return first.index(name) if name in first else len(first)
+def _order(ways: Sequence[Scenario | Infeasible], first: Sequence[str]) -> list[int]:
+    """The first setting of every strategy, those first that are probably fast; then all others in the same order."""
+    seen: Counter[str] = Counter()
+    places = []
+    for i, way in enumerate(ways):
+        name = str(way.strategy) if isinstance(way, Scenario) else ""
+        places.append((seen[name] > 0, first.index(name) if name in first else len(first), i))
+        seen[name] += 1
+    return [i for *_, i in sorted(places)]

@@ -56,7 +56,7 @@ SPARSE: Final = ("allgather", "wlb", "per_sequence")
 """Strategies of collectives: ops grow with the GPUs, not with their square."""
 STEP_S, STEP_BYTES = 2e-5, 500.0
 """Of a microbatch on a stage of a training step."""
-PRICED_S, SIMULATED_S = 4e-4, 5e-3
+PRICED_S, SIMULATED_S = 4e-4, 3e-3
 """Of a sequence of a training step whose documents no other has: where kernels alone are priced, and where a schedule
 is simulated (2.5 ms of ``none`` under other than causal masks and ``ulysses``, 8 ms of a ring of four)."""
 

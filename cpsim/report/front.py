@@ -281,7 +281,7 @@ def why(candidates: Sequence[Candidate]) -> Figure:
     widest = max(one.total_s_high for one in candidates) * MS_PER_S
     axes = {
         "yaxis": {"autorange": "reversed", "automargin": True},
-        "xaxis": titled("time [ms]", range=[0, widest * 1.05]),
+        "xaxis": titled("time [ms]", range=[0, widest * 1.05], tickangle=0, nticks=9),
     }
     layout = house(170 + 40 * len(candidates), top=95) | axes | {"barmode": "stack"}
     return {"data": data, "layout": layout}

@@ -15,11 +15,11 @@ from cpsim.prediction.results import REFUSALS, Refusal
 from cpsim.prediction.shortlist import NEAR, Shortlist, shortlist
 from cpsim.report.axes import Around, Spot
 from cpsim.report.lengths import best_of_strategies
-from cpsim.report.words import ms_text, percent_text, strategy_label
+from cpsim.report.words import least_lacking, ms_text, percent_text, strategy_label
 from cpsim.units import format_count
 
 if TYPE_CHECKING:
-    from cpsim.prediction.results import Advice, Column, Infeasible
+    from cpsim.prediction.results import Advice, Column
     from cpsim.report.figures import Figure
     from cpsim.runtime.processes import Progress
 
@@ -91,12 +91,7 @@ def best_in(spot: Spot, first: Sequence[str]) -> Cell:
 
 def _blank(spot: Spot, found: Shortlist) -> Cell:
     """A cell that nothing can run: what is lacking least is why."""
-    kinds = list(BLANKS)
-
-    def place(one: Infeasible) -> int:
-        return kinds.index(one.kind)
-
-    why = min(found.refused, key=place)
+    why = least_lacking(found.refused)
     return Cell(spot=spot, kind=why.kind, reason=f"{strategy_label(why.scenario)}: {why.reason}")
 
 

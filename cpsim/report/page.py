@@ -218,6 +218,6 @@ def _mark(colour: str) -> str:
     return f'<span class="key" style="background: {colour}"></span>'
 
 
-def folded(title: str, body: str) -> str:
-    """HTML that is shown when somebody asks."""
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+def folded(title: str, body: str, is_open: bool = False) -> str:
+    """HTML that is shown when somebody asks, or at once."""
+    return f"<details{' open' * is_open}><summary>{escape(title)}</summary>{body}</details>"

@@ -24,7 +24,7 @@ from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
-    from cpsim.prediction.results import Advice, Candidate, Column
+    from cpsim.prediction.results import Advice, Candidate, Column, Infeasible
     from cpsim.prediction.runs import Run
     from cpsim.report.figures import Figure
     from cpsim.report.frontier import Cell
@@ -51,12 +51,13 @@ RANKING_HEAD: Final = (
     "memory",
     "P(best)",
 )
-REASONS_HEAD: Final = ("strategy", "", "why")
+REASONS_HEAD: Final = ("strategy", "what", "why")
 RANKING_CAPTION: Final = (
     "Attention of one layer, every strategy with all settings worth trying. Exposed: share of the time in which the "
     "slowest GPU communicates or waits for data and computes nothing. Memory: most bytes on one GPU. P(best): share of "
     "draws of all cost parameters in which it is the fastest. Highlighted: what is recommended."
 )
+NO_BREAK: Final = "\u00a0"
 SLOW_S: Final = 0.1
 """From here on the time that planning a batch takes is said."""
 
@@ -89,14 +90,23 @@ def ranking(advice: Advice) -> View:
     best = best_of_strategies(advice)
     below = _alternatives(advice) if best else ""
     if advice.infeasible:
-        reasons = [(strategy_label(one.scenario), REFUSALS[one.kind], one.reason) for one in advice.infeasible]
-        below += folded(f"Not ranked: {len(reasons)}, each with its reason", table(REASONS_HEAD, reasons, num_text=3))
+        count = len(advice.infeasible)
+        below += folded(f"Not ranked: {count}, each with its reason", _reasons(advice.infeasible), is_open=not best)
     if not best:
         return View(below=below, columns=advice.columns)
     chosen = advice.recommended or best[0]
     return View(
         plots=(front.why(best[: front.WHY]),), caption=front.path_text(chosen), below=below, columns=advice.columns
     )
+
+
+def _reasons(refused: Sequence[Infeasible]) -> str:
+    """Why strategies cannot run; those with one reason in one row."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for one in refused:
+        what = REFUSALS[one.kind].replace(" ", NO_BREAK)
+        alike.setdefault((what, one.reason), []).append(strategy_label(one.scenario))
+    return table(REASONS_HEAD, [(", ".join(names), *why) for why, names in alike.items()], num_text=3)
 
 
 def _alternatives(advice: Advice) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpsim.case.resolve import model_of
@@ -11,7 +11,7 @@ from cpsim.units import MS_PER_S, format_bytes, format_count
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
-    from cpsim.prediction.results import Advice, Candidate
+    from cpsim.prediction.results import Advice, Candidate, Infeasible
 
 CLEAR = 0.8
 """A recommendation with at least this P(best) is called clear."""
@@ -123,10 +123,26 @@ def documents_text(scenario: Scenario) -> str:
             return f"drawn from {draw.distribution} with seed {draw.seed}{limit}"
 
 
+def _least_lacking(advice: Advice) -> str:
+    """Why nothing can run: of the strategy that lacks least, and how many others that is said of."""
+    if not advice.infeasible:
+        return "None was tried."
+    why, count = least_lacking(advice.infeasible), len(advice.infeasible)
+    alike = sum(one.reason == why.reason for one in advice.infeasible)
+    who = f"{alike} of {count} tried" if alike > 1 else strategy_label(why.scenario)
+    return f"{who}: {why.reason.rstrip('.')}."
+
+
+def least_lacking(refused: Sequence[Infeasible]) -> Infeasible:
+    """What would be needed least to have an answer: memory, then a measurement, then another strategy."""
+    kinds = ["does_not_fit", "not_measured", "cannot", None]
+    return min(refused, key=lambda one: kinds.index(one.kind))
+
+
 def recommendation(advice: Advice, brief: bool = False) -> str:
     """The recommendation in words, with how sure it is; brief ones stand beside its numbers."""
     if not advice.candidates:
-        return f"No strategy can run this case: {len(advice.infeasible)} tried, each with its reason below."
+        return f"No strategy can run this case. {_least_lacking(advice)}"
     best = advice.recommended or advice.candidates[0]
     same = advice.alike(best)
     others = [one for one in advice.distinct if one is not best and not any(one is other for other in same)]

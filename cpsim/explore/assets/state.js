@@ -33,6 +33,9 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
           place.hidden = (of && of !== state.task) || counting[name] === false;
         }
       }
+      for (const list of document.querySelectorAll("[data-control]")) {
+        list.value = state[list.dataset.control];
+      }
       const same = window.dash_clientside.no_update;
       const linked = (name) => fromLink || name === "gpus" || name === "nodes";
       const shown = controls.map((control) => (linked(control.name) ? state[control.name] : same));
@@ -82,13 +85,13 @@ function toAddress(state, controls) {
   return "?" + written.toString();
 }
 
-// The Tab key reaches lists by the button that opens them, which a reader of screens knows, and not by the hidden field
-// beside it, which it does not (explore.css hides it).
-new MutationObserver(() => {
-  for (const button of document.querySelectorAll("button.dash-dropdown")) {
-    button.tabIndex = 0;
+// Lists are the browser's own; what is chosen is said by the hidden field beside each.
+document.addEventListener("change", (event) => {
+  const list = event.target.closest("[data-control]");
+  if (list) {
+    window.dash_clientside.set_props(list.dataset.control, { value: list.value });
   }
-}).observe(document.documentElement, { childList: true, subtree: true });
+});
 
 // Tables offer strategies that were left out, and link to other cases: neither loads the page again.
 document.addEventListener("click", (event) => {

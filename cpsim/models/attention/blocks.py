@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cpsim.masks.blocks import BANDS, BLOCK, CELLS
 from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.block_schedule import every_block, finish, overlap, pairs, queue, sum_of_runs
-from cpsim.models.attention.tiles import l2_group, num_splits, split_tile, tile_rows, tiles_of_row
+from cpsim.models.attention.tiles import l2_group, num_rows, num_splits, split_tile, tile_rows, tiles_of_row
 from cpsim.models.power import slowdown
 from cpsim.runtime.compiled import compiled
 
@@ -138,7 +138,7 @@ def _runs(  # type: ignore[no-untyped-def]
     for i in range(begin, end):
         left, right = window[i]
         cut, windowed = left >= 0 or right >= 0, _is_window(left, right)
-        rows = tile_rows(q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)[0]
+        rows = num_rows(q_len[i], k_len[i], right, tile_q, g.tile_k, packed, g.backward)
         if rows == 0:
             continue
         rows = (rows + g.rows_together - 1) // g.rows_together * g.rows_together
@@ -321,12 +321,12 @@ def hidden(seconds: float, others: float, how_well: float) -> float:
 @compiled()
 def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
     """log(predicted / measured) to expect where features are `look`; see `discrepancy`."""
-    total = 0.0
+    distance, total = np.zeros(len(weights)), 0.0
+    for j in range(len(look)):
+        for i in range(len(weights)):  # the inner loop, so that several are computed at once
+            distance[i] += ((look[j] - support[j, i]) / lengths[j]) ** 2
     for i in range(len(weights)):
-        distance = 0.0
-        for j in range(len(look)):
-            distance += ((look[j] - support[i, j]) / lengths[j]) ** 2
-        total += weights[i] * np.exp(-0.5 * distance)
+        total += weights[i] * np.exp(-0.5 * distance[i])
     return total
 
 

@@ -117,6 +117,15 @@ def held_op_seconds(
     return calls(params, *given, held, hold_s, window=window, value_dim=value_dim)[0][of_look]
 
 
+def full_clock_op_seconds(
+    params: AttentionParams, schedule: Schedule, ops: Ints, varlen: bool, head_dim: int, value_dim: int
+) -> Floats:
+    """The second row of `attention_op_seconds` for a few ops [A] of a kernel that takes a tile as sequences."""
+    given, window = _sequences_of(sequences(schedule.tiles), schedule.tile[ops].astype(np.int64))
+    heads = schedule.heads[ops, 1].astype(np.int64), schedule.heads[ops, 3].astype(np.int64)
+    return clocked_seconds(params, *given, *heads, head_dim, varlen, window, value_dim)[1]
+
+
 @lru_cache(maxsize=4)
 def _kinds(tiles: Tiles) -> tuple[Ints, Ints]:
     """Tiles that look alike, as many do where documents are padded: the kind of each tile, and a tile of each kind."""

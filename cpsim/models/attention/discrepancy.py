@@ -8,6 +8,7 @@ Quinonero-Candela and Rasmussen 2005): radial kernels around them, so that it is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -38,10 +39,19 @@ class Discrepancy:
         if widths != {len(FEATURES)} or len(self.support) != len(self.weights):
             raise ValueError(f"expected {len(FEATURES)} features of each of {len(self.weights)} points")
 
+    def __hash__(self) -> int:
+        """Of a few of thousands of numbers: kernels are looked up by it at every price."""
+        return hash((self.lengths, self.weights[:4]))
+
     def arrays(self) -> tuple[Floats, Floats, Floats]:
-        """Support [M, FEATURES], weights [M] and lengths [FEATURES]."""
-        support = np.array(self.support, float).reshape(len(self.weights), len(FEATURES))
-        return support, np.array(self.weights, float), np.array(self.lengths, float)
+        """Support [FEATURES, M], weights [M] and lengths [FEATURES]; remembered, so do not write to them."""
+        return _arrays(self)
+
+
+@lru_cache(maxsize=32)
+def _arrays(one: Discrepancy) -> tuple[Floats, Floats, Floats]:
+    support = np.array(one.support, float).reshape(len(one.weights), len(FEATURES))
+    return np.ascontiguousarray(support.T), np.array(one.weights, float), np.array(one.lengths, float)
 
 
 NONE = Discrepancy(lengths=(1.0,) * len(FEATURES), support=(), weights=())

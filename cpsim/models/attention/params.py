@@ -42,6 +42,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -166,6 +167,10 @@ class AttentionParams:
             raise ValueError("needs as many calls_s as calls_spread")
         if list(self.calls_s) != sorted(self.calls_s):
             raise ValueError("needs calls_s that grow")
+
+    def __hash__(self) -> int:
+        """Of a few of many numbers: kernels are looked up by it at every price."""
+        return hash((self.head_dim, self.num_sms, self.pair_s, self.block_s, self.call_s))
 
     def at(self, head_dim: int) -> AttentionParams:
         """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
@@ -349,6 +354,7 @@ Compiled = namedtuple("Compiled", (*_OF_ANATOMY, "num_sms", "slots", "head_dim",
 """Everything about a kernel that compiled code reads; times per pair are those of the head dimension."""
 
 
+@lru_cache(maxsize=32)
 def _compiled(params: AttentionParams, head_dim: int) -> Any:
     alike = ELEMENTS_OF_EXPONENTIAL if head_dim < params.head_dim else 0  # larger ones have other tiles
     scale = 1.0 if params.value_dim else (head_dim + alike) / (params.head_dim + alike)

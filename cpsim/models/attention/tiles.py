@@ -64,6 +64,16 @@ def tile_rows(
 
 
 @compiled()
+def num_rows(q: int, k: int, right: int, tile_q: int, tile_k: int, packed: int, backward: bool) -> int:
+    """The first of what `tile_rows` returns."""
+    if right >= 0:
+        q = min(q, k + right)
+    if q <= 0 or k <= 0:
+        return 0
+    return (k + tile_k - 1) // tile_k if backward else (q * packed + tile_q - 1) // tile_q
+
+
+@compiled()
 def _rows_in_window(
     q: int, k: int, left: int, right: int, tile_q: int, tile_k: int, packed: int, backward: bool
 ) -> tuple[int, int, int, int]:

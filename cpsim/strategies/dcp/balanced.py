@@ -213,10 +213,8 @@ class _Search:
         for price in PRICE[1:]:
             if price == PRICE[2] and state[3].max() <= part.cap:
                 break
-            for bundle in bundles:
-                move_bundles(
-                    *bundle, worker, state, sides, home, away, back, load, part.cap, self.price(part, price), SWEEPS
-                )
+            how = part.cap, self.price(part, price), SWEEPS
+            move_bundles(*bundles, worker, state, sides, home, away, back, load, *how)
         return worker
 
     def first_guess(self, part: _Part, load: Floats) -> Ints:
@@ -230,24 +228,18 @@ class _Search:
             held[held.argmin()] += load[alone].sum()
         return worker
 
-    def bundles(self, query: Ints, key: Ints, group: Ints) -> list[tuple[Ints, Ints]]:
-        """Bundles of computation blocks as CSR: rows times runs of keys, and squares, of all groups and of one; from
-        all keys down to single blocks."""
+    def bundles(self, query: Ints, key: Ints, group: Ints) -> tuple[Ints, Ints]:
+        """Ways to bundle computation blocks, as ``move_bundles`` takes them: rows times runs of keys, and squares, of
+        all groups and of one; from all keys down to single blocks."""
         longest = int(np.ceil(np.log2(max(key.max() + 1, 2))))
         sizes = [(q, 1 << k) for k in range(longest, -1, -1) for q in ((1, 1 << k) if k else (1,))]
-        return [_grouped(query // q, key // k, part) for q, k in sizes for part in (np.zeros_like(group), group)]
+        both = np.array(sizes)[:, :, None]
+        pair = query // both[:, 0] * (key.max() + 1) + key // both[:, 1]
+        ways = np.stack([pair, pair * (group.max() + 1) + group], axis=1).reshape(-1, len(query))
+        members = np.argsort(ways, axis=1, kind="stable")
+        return np.take_along_axis(ways, members, axis=1), members
 
     def price(self, part: _Part, factor: float) -> float:
         """Price of the square of a load beyond the cap, in bytes squared."""
         share = float(self.keys.sum()) * part.num_parts / (self.shape[0] * self.shape[1])
         return factor * share**2
-
-
-def _grouped(*keys: Ints) -> tuple[Ints, Ints]:
-    """Equal rows of keys, which are not negative, together: CSR start and members."""
-    row = keys[0]
-    for key in keys[1:]:
-        row = row * (int(key.max()) + 1) + key
-    members = np.argsort(row, kind="stable")
-    change = np.flatnonzero(np.diff(row[members])) + 1
-    return np.concatenate(([0], change, [len(members)])), members

@@ -19,6 +19,7 @@ from cpsim.case.workload import LSE_BYTES, Workload
 from cpsim.errors import InfeasibleError
 from cpsim.masks.names import MASK_NAMES
 from cpsim.masks.slices import Ints, areas_between
+from cpsim.runtime.compiled import compiled
 from cpsim.schedule.schedule import Pass
 
 MOST_BLOCKS: Final = 4096
@@ -248,10 +249,18 @@ def first_of_nodes(chosen: Bools, home: Ints, gpus_per_node: int) -> Ints:
         chosen: ``[units, ranks]``.
         home: rank of every unit.
     """
-    units, num_ranks = chosen.shape
-    per_node = min(gpus_per_node, num_ranks)
-    local = (home[:, None] + np.arange(per_node)) % per_node
-    by_node = chosen.reshape(units, -1, per_node)
-    turned = np.take_along_axis(by_node, np.broadcast_to(local[:, None, :], by_node.shape), axis=2)
-    first = np.take_along_axis(local, turned.argmax(axis=2), axis=1) + np.arange(by_node.shape[1]) * per_node
-    return np.where(turned.any(axis=2), first, -1)
+    return np.asarray(_first_of_nodes(np.ascontiguousarray(chosen), home, min(gpus_per_node, chosen.shape[1])))
+
+
+@compiled()
+def _first_of_nodes(chosen, home, per_node):  # type: ignore[no-untyped-def]
+    num_nodes = chosen.shape[1] // per_node
+    first = np.full((len(chosen), num_nodes), -1)
+    for unit in range(len(chosen)):
+        for node in range(num_nodes):
+            for turn in range(per_node):
+                rank = node * per_node + (home[unit] + turn) % per_node
+                if chosen[unit, rank]:
+                    first[unit, node] = rank
+                    break
+    return first

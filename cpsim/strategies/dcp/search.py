@@ -119,11 +119,12 @@ def _best_part(units, count, part, weight, state, room, home, bytes_in, bytes_ou
 
 
 @compiled()
-def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out, area, cap, price, sweeps):  # type: ignore[no-untyped-def]
+def move_bundles(bundle, members, worker, state, sides, home, bytes_in, bytes_out, area, cap, price, sweeps):  # type: ignore[no-untyped-def]
     """Move what a part has of a bundle of computation blocks to where it costs least, bundle by bundle.
 
     Args:
-        start, members: bundles as CSR, over computation blocks.
+        bundle, members: ways to bundle, one after the other, ``[ways, C]``: number of a bundle, never falling, and its
+            computation blocks.
         worker: part of every computation block; changed.
         state: what ``tally`` counts; changed.
         sides: units of the queries and of the keys of every computation block, ``[2, C]``.
@@ -131,45 +132,91 @@ def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out
         bytes_in, bytes_out: of every unit.
         area: load of every computation block.
         cap, price: see ``cost_of``.
-        sweeps: over all bundles, at most; fewer once nothing moves.
+        sweeps: over all bundles of a way, at most; fewer once nothing moves.
     """
+    chosen_room, units_room = np.empty(len(worker), np.int64), np.empty(2 * len(worker), np.int64)
+    room, count = np.empty((4, len(state[3]))), np.zeros(len(home), np.int64)
+    has, start = np.zeros(len(state[3]), np.bool_), np.empty(len(worker) + 1, np.int64)
+    for way in range(len(bundle)):
+        num = 0
+        for i in range(len(worker)):
+            if i == 0 or bundle[way, i] != bundle[way, i - 1]:
+                start[num] = i
+                num += 1
+        start[num] = len(worker)
+        for _ in range(sweeps):
+            moved = False
+            for i in range(num):
+                within = members[way, start[i] : start[i + 1]]
+                moved |= _move_bundle(
+                    within,
+                    worker,
+                    state,
+                    sides,
+                    home,
+                    bytes_in,
+                    bytes_out,
+                    area,
+                    cap,
+                    price,
+                    chosen_room,
+                    units_room,
+                    room,
+                    count,
+                    has,
+                )
+            if not moved:
+                break
+
+
+@bare()
+def _move_bundle(  # type: ignore[no-untyped-def]
+    within,
+    worker,
+    state,
+    sides,
+    home,
+    bytes_in,
+    bytes_out,
+    area,
+    cap,
+    price,
+    chosen_room,
+    units_room,
+    room,
+    count,
+    has,
+):
+    """Move what parts have of one bundle; whether anything moved. What begins with ``chosen_room`` is scratch."""
     users, received, sent, load = state
-    most, num_parts = np.max(np.diff(start)), len(load)
-    chosen_room, units_room = np.empty(most, np.int64), np.empty(2 * most, np.int64)
-    room = np.empty((4, num_parts))
-    count, has = np.zeros(len(home), np.int64), np.zeros(num_parts, np.bool_)
-    for _ in range(sweeps):
-        moved = False
-        for bundle in range(len(start) - 1):
-            within = members[start[bundle] : start[bundle + 1]]
-            has[:] = False
-            for c in within:
-                has[worker[c]] = True
-            for part in range(num_parts):
-                if not has[part]:
-                    continue
-                size, num_units = _gather(within, part, worker, sides, chosen_room, units_room, count)
-                chosen, units = chosen_room[:size], units_room[:num_units]
-                if load[part] > cap or _frees(units, count, part, users, home):
-                    weight = 0.0
-                    for c in chosen:
-                        weight += area[c]
-                    to = _best_part(units, count, part, weight, state, room, home, bytes_in, bytes_out, cap, price)
-                    if to != part:
-                        _leave(units, count, part, users, home, bytes_in, bytes_out, received, sent)
-                        _enter(units, to, users, home, bytes_in, bytes_out, received, sent)
-                        for unit in units:
-                            users[unit, part] -= count[unit]
-                            users[unit, to] += count[unit]
-                        load[part] -= weight
-                        load[to] += weight
-                        for c in chosen:
-                            worker[c] = to
-                        has[to] = moved = True
+    moved = False
+    has[:] = False
+    for c in within:
+        has[worker[c]] = True
+    for part in range(len(load)):
+        if not has[part]:
+            continue
+        size, num_units = _gather(within, part, worker, sides, chosen_room, units_room, count)
+        chosen, units = chosen_room[:size], units_room[:num_units]
+        if load[part] > cap or _frees(units, count, part, users, home):
+            weight = 0.0
+            for c in chosen:
+                weight += area[c]
+            to = _best_part(units, count, part, weight, state, room, home, bytes_in, bytes_out, cap, price)
+            if to != part:
+                _leave(units, count, part, users, home, bytes_in, bytes_out, received, sent)
+                _enter(units, to, users, home, bytes_in, bytes_out, received, sent)
                 for unit in units:
-                    count[unit] = 0
-        if not moved:
-            break
+                    users[unit, part] -= count[unit]
+                    users[unit, to] += count[unit]
+                load[part] -= weight
+                load[to] += weight
+                for c in chosen:
+                    worker[c] = to
+                has[to] = moved = True
+        for unit in units:
+            count[unit] = 0
+    return moved
 
 
 @inlined()
@@ -178,13 +225,19 @@ def _change_home(x, to, home, users, row_start, key, nbytes, area, received, sen
     was = home[x]
     load[was] -= area[x]
     load[to] += area[x]
-    for j in key[row_start[x] : row_start[x + 1]]:
-        for part, sign in ((was, -1), (to, 1)):
-            if (users[j, part] == 1 if sign < 0 else users[j, part] == 0) and part != home[j]:
-                received[part] += sign * nbytes[j]
-                if home[j] != OUTSIDE:
-                    sent[home[j]] += sign * nbytes[j]
-            users[j, part] += sign
+    for at in range(row_start[x], row_start[x + 1]):
+        j = key[at]
+        owner = home[j]
+        users[j, was] -= 1
+        if users[j, was] == 0 and was != owner:
+            received[was] -= nbytes[j]
+            if owner != OUTSIDE:
+                sent[owner] -= nbytes[j]
+        if users[j, to] == 0 and to != owner:
+            received[to] += nbytes[j]
+            if owner != OUTSIDE:
+                sent[owner] += nbytes[j]
+        users[j, to] += 1
     for part in range(len(load)):
         if users[x, part] > 0:
             for at, sign in ((was, -1), (to, 1)):

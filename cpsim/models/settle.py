@@ -124,7 +124,7 @@ def slowest_of_many(schedule: Schedule, pass_: Pass, seconds: Floats, given: Con
         return seconds
     ranks = schedule.lane_rank[schedule.lane_start[attends]]
     mine = seconds[attends]
-    busy = np.bincount(ranks, mine, schedule.num_ranks)
+    busy = np.bincount(ranks, mine, schedule.num_ranks).astype(np.float64)
     differs = mine * given.profile.attention_params(given.kernel, pass_).spread(mine)
     of_calls = np.sqrt(np.bincount(ranks, differs**2, schedule.num_ranks))[busy.argmax()] / busy.max()
     spread = float(np.hypot(given.profile.between_gpus(given.kernel, pass_), of_calls))

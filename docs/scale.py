@@ -46,6 +46,7 @@ from cpsim.strategies import STRATEGIES, plan
 DOCS = Path(__file__).parent
 PAGE, DATA = DOCS / "scale.md", DOCS / "scale.json"
 RANKS = (8, 16, 32, 64, 96, 128, 192, 256, 384)
+CALLS = 20
 STAGES = ("plan", "price", "simulate", "constant", "draws")
 NAMES = {
     "plan": "plan",
@@ -82,11 +83,11 @@ def scenario(strategy: str, gpus: int, pass_: str) -> Scenario:
     )
 
 
-def seconds(work: Callable[[], object], least_s: float = 0.3) -> float:
-    """Least processor time of a call [s], of at least five calls and at least ``least_s`` in all (at most 200)."""
+def seconds(work: Callable[[], object]) -> float:
+    """Least processor time of ``CALLS`` calls after a first one [s]: as many of what is small as of what is large."""
     work()
     taken: list[float] = []
-    while len(taken) < 5 or (sum(taken) < least_s and len(taken) < 200):
+    for _ in range(CALLS):
         started = time.process_time()
         work()
         taken.append(time.process_time() - started)
@@ -191,7 +192,7 @@ def memory_bandwidth() -> float:
 def large(strategy: str, gpus: int, pass_: str) -> dict[str, float]:
     """Seconds and peak memory of one prediction in this process, after a smaller one as warm-up."""
     predict(scenario(strategy, 512 if gpus > DRAWN_GPUS else 16, pass_))
-    taken = seconds(lambda: predict(scenario(strategy, gpus, pass_)), 0.0)
+    taken = seconds(lambda: predict(scenario(strategy, gpus, pass_)))
     return {"seconds": taken, "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
@@ -209,6 +210,7 @@ def measure() -> dict[str, Any]:
         "machine": _processor(),
         "python": platform.python_version(),
         "command": "python docs/scale.py --measure",
+        "times": f"the least processor time of {CALLS} calls",
         "load_average": round(os.getloadavg()[1], 1),
         "cores": os.cpu_count(),
         "stages": {str(gpus): stages(gpus) for gpus in RANKS},
@@ -250,7 +252,7 @@ def page(data: dict[str, Any]) -> str:
         "# How fast cpsim is",
         "",
         f"Measured {data['date']} on one core ({data['machine']}, Python {data['python']}) by",
-        f"`{data['command']}`. Times are the least processor time of five calls or more after warm-up. The",
+        f"`{data['command']}`. Times are {data['times']} after warm-up. The",
         f"load average of the machine's {data['cores']} cores was {data['load_average']} (1 is this process alone); "
         "other processes share its caches and slow it.",
         "",

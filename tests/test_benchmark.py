@@ -25,6 +25,7 @@ from cpsim.models.price import price
 from cpsim.models.profile import load_profile
 from cpsim.prediction.advise import advise
 from cpsim.prediction.predict import predict, predict_many
+from cpsim.prediction.size import MOST_PLACES
 from cpsim.prediction.sweep import load_sweep, run_sweep
 from cpsim.report.axes import Around
 from cpsim.report.frontier import best_in, likely
@@ -124,15 +125,15 @@ def test_plan_price_and_simulate_forward(benchmark):
 
 
 @pytest.mark.benchmark(group="large machines, one document, causal, forward")
-@pytest.mark.parametrize(("strategy", "gpus"), [("zigzag_ring", 4096), ("usp", 4096), ("usp", 16384)])
+@pytest.mark.parametrize(("strategy", "gpus"), [("zigzag_ring", 4096), ("usp", 3072), ("usp", 4096), ("usp", 16384)])
 def test_large_machines(benchmark, strategy, gpus):
     case = Scenario(
         strategy=strategy, gpus=gpus, cluster="dgx-h200", tokens_per_gpu=8192, heads=32, kv_heads=8, **{"pass": "fwd"}
     )
     found = benchmark.pedantic(lambda: predict(case), rounds=3 if benchmark.enabled else 1)
-    spelled_out = found.timelines.get("fwd")
-    assert (spelled_out is None) == (gpus // (8 if strategy == "usp" else 1) > 512)
-    assert spelled_out is None or len(spelled_out.end_s) == ops(512)[0] + 5 * 512
+    spelled_out, places = found.timelines.get("fwd"), gpus // (8 if strategy == "usp" else 1)
+    assert (spelled_out is None) == (places > MOST_PLACES)
+    assert spelled_out is None or len(spelled_out.end_s) == ops(places)[0] + 5 * places
 
 
 @pytest.mark.benchmark(group="commands")

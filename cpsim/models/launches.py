@@ -78,19 +78,19 @@ def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given:
 
 
 def without_events(schedule: Schedule, seconds: Floats, given: Conditions) -> Floats:
-    """Seconds of ops without the events between which they were measured; where they are captured, with the waits of
-    one stream for another.
-
-    An op takes at least half of what was measured.
-    """
+    """Seconds of ops without the events between which they were measured; at least half of what was measured."""
     gain = np.array([event_gain_s(kind, given) for kind in Kind])[schedule.kind]
-    alone: Floats = seconds - np.minimum(gain, seconds / 2)
+    return np.asarray(seconds - np.minimum(gain, seconds / 2))
+
+
+def crossing_s(schedule: Schedule, given: Conditions) -> Floats:
+    """Seconds that every op waits more where it is captured and follows an op of another stream, ``[N]``."""
     if not given.captured:
-        return alone
+        return np.zeros(len(schedule))
     crossing = _crossings(
         schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
     )
-    return np.asarray(alone + crossing * given.profile.host.graph_cross_s)
+    return np.asarray(crossing * given.profile.host.graph_cross_s)
 
 
 def event_gain_s(kind: Kind, given: Conditions) -> float:

@@ -16,7 +16,7 @@ from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.feasible import check_calls, limits_of
 from cpsim.models.kernels import attention_seconds, kernel_costs
-from cpsim.models.launches import launch_notes, release_times, without_events
+from cpsim.models.launches import crossing_s, launch_notes, release_times, without_events
 from cpsim.models.network.collective import fits_buffers
 from cpsim.models.network.communication import Communication
 from cpsim.models.network.holds import few_waves, held_sms
@@ -131,13 +131,14 @@ def _base_costs(schedule: Schedule, pass_: Pass, given: Conditions) -> _BaseCost
         flows.append(links.on_streams(cost.flows, stream))
         notes.update(dict.fromkeys(cost.notes))
     release, host_s = release_times(schedule, kinds, pass_, given)
+    crossing = crossing_s(schedule, given)
     paced = _PACED[group]
     eager = np.zeros(len(schedule), np.bool_)
     fits = fits_buffers(*messages.kinds, given.messages)[messages.alike]
     eager[messages.op] = ~paced[messages.op] & fits
     return _BaseCosts(
-        endless_s=without_events(schedule, endless, given),
-        full_clock_s=without_events(schedule, kernels.full_clock_s, given),
+        endless_s=without_events(schedule, endless, given) + crossing,
+        full_clock_s=without_events(schedule, kernels.full_clock_s, given) + crossing,
         group=group,
         release_s=release,
         host_s=host_s,

@@ -81,9 +81,9 @@ def test_a_fast_link_hides_and_a_slow_one_rules():
 
 
 def test_links_of_data_sheets():
-    assert presets()["dgx-h100"].host_link == pytest.approx(63.0e9, rel=1e-3)
-    assert presets()["p4de"].host_link == pytest.approx(31.5e9, rel=1e-3)
-    assert any("not measured" in note for note in predict(scenario_from({**ONE, "offload": "activations"})).notes)
+    assert presets()["dgx-h100"].host_link == pytest.approx(54.9e9, rel=1e-3)
+    assert presets()["p4de"].host_link == pytest.approx(0.872 * 31.5e9, rel=1e-3)
+    assert any("of its data sheet" in note for note in predict(scenario_from({**ONE, "offload": "activations"})).notes)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,11 @@ class Fault:
         return f"{self.part} {self.number} at {self.rate:.0%}"
 
 
+COPIED: Final = 0.872
+"""Of the data sheet's PCIe, what pinned copies reach one way: 54.9 of 63.0 GB/s on an H200, and 47.0 each way where
+both are busy (data/points/h200/host-link.json)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Equal nodes of equal GPUs; ranks fill one node after another."""
@@ -136,7 +141,7 @@ class Cluster:
     host: Annotated[float, Field(ge=0.1, le=10)] | Name | None = None
     """How much longer its hosts take to launch than the profile's, or a file of ``cpsim calibrate --host``."""
     host_link_bytes_per_s: Rate | None = None
-    """Between a GPU and its host, each way; None is PCIe x16 of the GPU's data sheet, see ``host_link``."""
+    """Between a GPU and its host, each way; None is most of PCIe x16 of the GPU's data sheet, see ``host_link``."""
     notes: str = ""
     """For readers."""
     faults: tuple[Fault, ...] = ()
@@ -166,8 +171,9 @@ class Cluster:
 
     @property
     def host_link(self) -> float:
-        """Bytes per second each way between a GPU and its host: what the file says, or the GPU's PCIe."""
-        return self.host_link_bytes_per_s or self.gpu.host_link_bytes_per_s
+        """Bytes per second each way between a GPU and its host: what the file says, or what copies reach of the GPU's
+        PCIe."""
+        return self.host_link_bytes_per_s or COPIED * self.gpu.host_link_bytes_per_s
 
     @overload
     def node_of(self, rank: int) -> int: ...

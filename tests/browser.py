@@ -31,8 +31,8 @@ const look = () => {
   if (whole) done([window.said, window.drawn, window.last]); else setTimeout(look, 20); };
 look();
 """
-"""Answers, once the answer is whole and nothing is drawn any more, with the moments that it noted [ms]; asked once, since
-a driver that asks again and again takes processor time from the page."""
+"""Answers, once the answer is whole and nothing is drawn any more, with the moments that it noted [ms]; asked once,
+since a driver that asks again and again takes processor time from the page."""
 
 
 def serious(driver):

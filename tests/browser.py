@@ -9,13 +9,13 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 DRIVER = shutil.which("chromedriver")
 
 WATCH = """
-const say = () => { window.said = performance.now(); window.drawn = null; window.whole = null;
+const say = () => { window.said = performance.now(); window.drawn = null; window.last = null;
   window.before = Number(document.documentElement.dataset.asked); };
-const progress = document.querySelector("#progress"), page = document.querySelector("#page");
+const page = document.querySelector("#page");
 const look = () => {
   if (Number(page.dataset.answered) <= window.before) return;
-  if (window.drawn === null) window.drawn = performance.now();
-  if (window.whole === null && progress.value >= progress.max) window.whole = performance.now(); };
+  window.last = performance.now();
+  if (window.drawn === null) window.drawn = window.last; };
 if (window.before === undefined) {
   for (const kind of ["mousedown", "keydown"]) { window.addEventListener(kind, say, true); }
   window.addEventListener("change", (event) => { if (event.target.tagName === "SELECT") say(); }, true);
@@ -23,14 +23,16 @@ if (window.before === undefined) {
 }
 say();
 """
-"""Notes when something was last said, when the page first drew an answer to it, and when it first drew a whole one."""
+"""Notes when something was last said, when the page first drew an answer to it, and when it last drew one."""
 WHOLE = """
-const done = arguments[0];
-const look = () => window.whole ? done([window.said, window.drawn, window.whole]) : setTimeout(look, 20);
+const done = arguments[0], progress = document.querySelector("#progress");
+const look = () => {
+  const whole = window.drawn !== null && progress.value >= progress.max && performance.now() - window.last > 300;
+  if (whole) done([window.said, window.drawn, window.last]); else setTimeout(look, 20); };
 look();
 """
-"""Answers, once ``WATCH`` has seen a whole answer, with the moments that it noted [ms]; asked once, since a driver that
-asks again and again takes processor time from the page."""
+"""Answers, once the answer is whole and nothing is drawn any more, with the moments that it noted [ms]; asked once,
+since a driver that asks again and again takes processor time from the page."""
 
 
 def serious(driver):

@@ -16,7 +16,7 @@ from cpsim.masks.slices import UNBOUNDED, Slices
 from cpsim.models.attention.params import calls, listed_calls
 from cpsim.models.profile import load_profile
 from studies.dcp import report
-from studies.dcp.report import dcp_record, dcp_view, ranges_record, ranges_view
+from studies.dcp.report import dcp_record, dcp_view, ranges_record, ranges_view, read_ranges
 from studies.dcp.reproduce import (
     CODES,
     FILLED,
@@ -178,6 +178,12 @@ def test_a_case_that_cannot_be_predicted_says_which(monkeypatch):
 def test_a_solver_that_is_not_there_is_asked_for_before_anything_is_predicted():
     with pytest.raises(CpsimError, match="no_such_solver, which is not installed; pip install no_such_solver"):
         reproduce(assumed=Assumed(solver="no_such_solver"))
+
+
+def test_published_speed_ups_lie_in_the_ranges_of_what_nobody_published():
+    found = [one for one in read_ranges() if not one.outlier]
+    assert len(found) == 15
+    check("DCP's published speed-ups outside of their ranges", sum(not one.inside for one in found) / len(found))
 
 
 @pytest.mark.slow

@@ -140,6 +140,9 @@ TARGETS = {
         0.06, "B200's clock, which follows its power limit since, hardly rises where ranks wait: 7 % too slow"
     ),
     "B200 rows, today less said before, over the last digit said": Target(0.51, MOVED),
+    "continued rings of others and under windows, single draws": Target(
+        0.001, "of 400 draws of errors single ones do not grow along a line: hosts or windows then decide some rounds"
+    ),
     "growth of simulations with ops, exponent less 1": Target(
         0.05, "the least of 20 calls finds small schedules in the cache, and those of 100,000 ops and more not"
     ),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from targets import check
 
 import studies  # noqa: F401  (adds implementations)
 from cpsim.case.cluster import load_cluster
@@ -151,30 +152,31 @@ def test_gpus_with_unequal_shares_of_nics_are_not_folded(nics, copies):
     assert cluster.can_fold(copies) == ((nics, copies) == (12, 3))
 
 
-def assert_continues(asked, passes=("fwd", "bwd"), most=1e-4, most_draws=1e-3):
-    """``most``: of the time, and ``most_draws`` of the time with each draw of errors, how far a continued ring may be
-    from one that is simulated step by step."""
-    case, copies = resolve(asked), 8 if asked.strategy == "usp" else 1
+def worst_draw(asked, passes=("fwd", "bwd")):
+    """Of the time with each draw of errors, how far a continued ring is at most from one that is simulated step by
+    step; all else of both agrees."""
+    case, copies, worst = resolve(asked), 8 if asked.strategy == "usp" else 1, 0.0
     assert _continues(case, copies)
     for pass_ in passes:
         spelled = simulated(case, pass_, copies, case.cluster.num_gpus)
         continued = _continued(case, pass_, copies)
         assert continued.timeline is None
-        assert close(continued.time_s, spelled.time_s, most)
+        assert close(continued.time_s, spelled.time_s, 1e-4)
         draws = [found.makespans(ERRORS) for found in (continued, spelled)]
-        assert close(*draws, most_draws)
+        worst = max(worst, float(np.abs(draws[0] / draws[1] - 1).max()))
         assert close(*(np.quantile(one, [0.05, 0.95]) for one in draws), 1e-3)
         assert np.isclose(continued.exposed_s, spelled.exposed_s, rtol=1e-2, atol=1e-4 * spelled.time_s)
         assert close(continued.host_s, spelled.host_s, 1e-9)
         assert close(continued.sent, spelled.sent.max(), 1e-9)
         assert continued.memory_bytes == spelled.memory_bytes
+    return worst
 
 
 @pytest.mark.parametrize("strategy", ["ring", "zigzag_ring", "striped_ring", "usp"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_a_continued_ring_is_the_simulated_one_to_a_ten_thousandth(strategy, mask):
     asked = scenario(strategy=strategy, mask=mask, gpus=320 * (8 if strategy == "usp" else 1))
-    assert_continues(asked, ("fwd", "bwd") if mask == "causal" else ("fwd",))
+    assert worst_draw(asked, ("fwd", "bwd") if mask == "causal" else ("fwd",)) <= 1e-3
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_rings_of_others_are_continued(implementation, strategy, kernel):
     what = {"profile": "h100-fa3"} if kernel == "fa3" else {}
     gpus = 320 * (8 if strategy == "usp" else 1)
     asked = scenario(implementation=implementation, strategy=strategy, kernel=kernel, gpus=gpus, **what)
-    assert_continues(asked, most_draws=3e-3)
+    check("continued rings of others and under windows, single draws", worst_draw(asked))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "zigzag_ring", "usp"])
@@ -201,7 +203,7 @@ def test_rings_of_others_are_continued(implementation, strategy, kernel):
 )
 def test_rings_under_narrow_windows_are_continued(strategy, mask):
     asked = scenario(strategy=strategy, mask=mask, kernel="flex", gpus=320 * (8 if strategy == "usp" else 1))
-    assert_continues(asked, most_draws=3e-3)
+    check("continued rings of others and under windows, single draws", worst_draw(asked))
 
 
 @pytest.mark.parametrize(

@@ -154,15 +154,19 @@ def rows() -> Iterator[str]:
             yield f"| {' | '.join(said)} | {length} | {ratio:.2f} times | {saved:.0%} | {right} |"
 
 
+def put(table: str, page: Path, marks: tuple[str, str]) -> None:
+    """Writes a table between two marks of a page."""
+    before, rest = page.read_text(encoding="utf-8").split(marks[0])
+    page.write_text(before + marks[0] + table + marks[1] + rest.split(marks[1])[1], encoding="utf-8")
+
+
 def main() -> None:
     """Prints the table, or writes it."""
     table = "\n".join(rows()) + "\n"
     if "--update" not in sys.argv[1:]:
         print(table, end="")
         return
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(MARKS[0])
-    PAGE.write_text(before + MARKS[0] + table + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
+    put(table, PAGE, MARKS)
 
 
 if __name__ == "__main__":

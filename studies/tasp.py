@@ -18,6 +18,7 @@ from statistics import mean
 from typing import Any, Final
 
 from cpsim.prediction.predict import predict
+from studies.claims import put
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "strategies.md"
 MARKS: Final = ("<!-- tasp -->\n", "<!-- end of tasp -->")
@@ -86,9 +87,7 @@ def main() -> None:
     if "--update" not in sys.argv[1:]:
         print(table, end="")
         return
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(MARKS[0])
-    PAGE.write_text(before + MARKS[0] + table + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
+    put(table, PAGE, MARKS)
 
 
 if __name__ == "__main__":

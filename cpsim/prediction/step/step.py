@@ -564,8 +564,7 @@ class StepModel:
             return self._planned(tokens, chunk, count).seconds(attention, launch_s, ahead_s)
 
         def ahead(count: int) -> Floats:
-            one = self._planned(tokens, chunk, count).simulated(attention, self._launches(tokens))
-            return np.array(one.ahead_s)
+            return np.array(self._planned(tokens, chunk, count).ahead_s(attention, self._launches(tokens)))
 
         found = of_layers(seconds, layers)
         host = PARTS.index("host")

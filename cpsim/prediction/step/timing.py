@@ -7,7 +7,7 @@ time its own schedule gives. Layers repeat, so that a few are simulated and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -148,13 +148,21 @@ class Planned:
     slowdown: Callable[[Sequence[str]], Floats]
     """Of classes of ops by each other, as ``InterferenceParams.slowdown``."""
     _pressed: dict[tuple[str, ...], tuple[Int8, Floats]] = field(default_factory=dict)
-    _known: dict[str, Floats] = field(default_factory=dict)
+    _known: dict[str, tuple[Floats, float]] = field(default_factory=dict)
 
     def seconds(self, attention: tuple[Parts, Parts], launch_s: Launches, ahead_s: float = 0.0) -> Floats:
         """As ``Simulated.seconds``, worked out once; arguments as of ``simulated``."""
+        return self._once(attention, launch_s, ahead_s)[0]
+
+    def ahead_s(self, attention: tuple[Parts, Parts], launch_s: Launches) -> float:
+        """As ``Simulated.ahead_s``, worked out with the seconds."""
+        return self._once(attention, launch_s, 0.0)[1]
+
+    def _once(self, attention: tuple[Parts, Parts], launch_s: Launches, ahead_s: float) -> tuple[Floats, float]:
         key = f"{attention} {launch_s} {ahead_s}"
         if key not in self._known:
-            self._known[key] = self.simulated(attention, launch_s, ahead_s).seconds()
+            one = self.simulated(attention, launch_s, ahead_s)
+            self._known[key] = one.seconds(), one.ahead_s
         return self._known[key]
 
     def simulated(self, attention: tuple[Parts, Parts], launch_s: Launches, ahead_s: float = 0.0) -> Simulated:
@@ -177,7 +185,7 @@ class Planned:
         release_s = self._release_s(launch_s) - ahead_s
         run = partial(self._run, alone_s, pressure, slowdown)
         line = run(release_s)
-        while launch_s and self._waits(release_s, launch_s, line.end_s):
+        while launch_s and self.awaits and self._put_off(release_s, launch_s, line.end_s):
             line = run(release_s)
         return Simulated(line, parts, alone_s, self.forward, float(release_s.max(initial=-ahead_s)))
 
@@ -196,7 +204,7 @@ class Planned:
         )
         return simulate(self.schedule, work)
 
-    def _waits(self, release_s: Floats, launch_s: Launches, end_s: Floats) -> bool:
+    def _put_off(self, release_s: Floats, launch_s: Launches, end_s: Floats) -> bool:
         """Has hosts launch what they read something for, and all that follows, no sooner than that is made; whether
         this changes anything."""
         before, own_s = release_s.copy(), np.diff(self._release_s(launch_s), prepend=0.0)
@@ -242,7 +250,9 @@ def planned(program: Program, prices: Prices) -> Planned:
         unpressing=np.array(quiet, np.bool_) | np.array(paced, np.bool_),
         calls=np.array([node.calls for node in nodes]),
         launched=np.array([STREAMS.index(_launched(node)) for node in nodes]),
-        awaits=_awaits(nodes),
+        awaits=tuple(
+            (i, other) for i, others in enumerate(_makers(nodes, lambda node: node.awaits)) for other in others
+        ),
         forward=sum(node.what is not None for node in program.forward),
         slowdown=partial(prices.costs.profile.interference.slowdown, prices.kernel),
     )
@@ -313,27 +323,23 @@ def _kind(node: Node) -> Kind:
 
 def _waits(nodes: Sequence[Node]) -> list[list[int]]:
     """Ops that every op waits for, in order."""
-    maker: dict[str, int] = {}
-    computed, found = -1, []
+    computed, found = -1, _makers(nodes, lambda node: node.reads)
     for i, node in enumerate(nodes):
-        deps = {maker[name] for name in node.reads if name in maker}
         if node.stream == "comm" and computed >= 0:
-            deps.add(computed)
-        found.append(sorted(deps))
+            found[i] = sorted({*found[i], computed})
         if node.stream == "compute":
             computed = i
-        maker |= dict.fromkeys(node.makes, i)
     return found
 
 
-def _awaits(nodes: Sequence[Node]) -> tuple[tuple[int, int], ...]:
-    """Ops whose launch waits for another op, and that one, in order."""
+def _makers(nodes: Sequence[Node], names: Callable[[Node], Iterable[str]]) -> list[list[int]]:
+    """Ops that have made what every op names of tensors, in order."""
     maker: dict[str, int] = {}
-    found = list[tuple[int, int]]()
+    found = list[list[int]]()
     for i, node in enumerate(nodes):
-        found += [(i, maker[name]) for name in node.awaits if name in maker]
+        found.append(sorted({maker[name] for name in names(node) if name in maker}))
         maker |= dict.fromkeys(node.makes, i)
-    return tuple(found)
+    return found
 
 
 def of_layers(seconds: Callable[[int], Floats], layers: int) -> Floats:

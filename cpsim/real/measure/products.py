@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from cpsim.case.model import MODELS
+from cpsim.prediction.step.experts import CLAMPS
 from cpsim.real.measure.kernels import L2_BYTES, Bench, benched
 from cpsim.real.measure.layers import gemm_op
 from cpsim.real.run.timing import provenance
@@ -138,8 +139,7 @@ SWEEPS: Final = {
     "adamw_fp32": 7 * 4,
     "chunk_cat": 2 + 4,
     "split_copy": 2 * 2,
-    "clamped_halves": 4 * 2,
-    "clamped_halves_bwd": 5 * 2,
+    **{kind: nbytes for kind, (nbytes, _) in CLAMPS.items()},
     "sink_gradient": 2 * 2,
 }
 """Bytes that each reads and writes for an element: casts as Inductor makes them, PyTorch's fused AdamW with states of

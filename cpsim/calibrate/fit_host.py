@@ -27,6 +27,10 @@ PAUSES: Final = {"pause_synced": "synced", "pause_streamed": "held", "pause_held
 FEWEST_HOSTS: Final = 4
 """Machines from which on their spread is known."""
 ASSUMED_SPREAD: Final = (0.2, 0.15)
+OUTLIER: Final = 3.0
+"""Times its median: a launch that takes longer is so rare that most iterations have none, and counts as this long."""
+IN_GRAPHS: Final = ("graph", "pause")
+"""How kinds begin that are whole windows rather than launches, of which the median counts."""
 DISTURBED = 2.0
 """See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
 
@@ -74,7 +78,7 @@ def fit_host(
     """
     if stand_in and not points:
         return stand_in.profile.host
-    launch = median_launches(points)
+    launch = launch_times(points)
     graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
     pauses = {PAUSES[kind]: launch.pop(kind) for kind in list(launch) if kind in PAUSES}
     if stand_in:
@@ -113,8 +117,8 @@ def fit_host(
     )
 
 
-def median_launches(points: Sequence[Point]) -> dict[str, float]:
-    """Median seconds by kind: an attention kernel's entry points count alike, and edges of one code with all its
+def launch_times(points: Sequence[Point]) -> dict[str, float]:
+    """Seconds by kind: an attention kernel's entry points count alike, and edges of one code with all its
     strategies and kernels; of calls of a step the first round counts apart."""
     samples: dict[str, list[float]] = {}
     for point in points:
@@ -129,10 +133,17 @@ def median_launches(points: Sequence[Point]) -> dict[str, float]:
             kind = f"{code} {edge} {pass_}"
         times = point["samples_s"]
         if in_steps(point):
-            samples.setdefault(f"{kind} first", []).append(float(np.median(times[::ROUNDS])))
+            samples.setdefault(f"{kind} first", []).append(_in_a_sum(times[::ROUNDS]))
             times = [t for i, t in enumerate(times) if i % ROUNDS]
-        samples.setdefault(kind, []).append(float(np.median(times)))
+        of = np.median if kind.startswith(IN_GRAPHS) else _in_a_sum
+        samples.setdefault(kind, []).append(float(of(times)))
     return {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
+
+
+def _in_a_sum(times: Sequence[float]) -> float:
+    """Seconds that a launch adds to an iteration of many: the mean, as a sum of many is as long as its parts' means
+    say, and launches are now and then longer than their median but never much shorter."""
+    return float(np.minimum(times, OUTLIER * float(np.median(times))).mean())
 
 
 def _gains(

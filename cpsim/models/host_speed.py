@@ -32,11 +32,11 @@ PYTHON: Final = "python"
 USUAL_PYTHON_S: Final = 7.3e-7
 """Seconds of one call of it where launches take what a profile says; assumed, like the power."""
 PYTHON_POWER: Final = 0.4
-"""Launches follow the Python loop to this power: a launch is a driver's work as well. Assumed; the four hosts of which
-both were measured give 0.24, with a standard error of 0.11 (``python -m studies.windows.speed``)."""
-SIGMA_FACTOR: Final = 0.1
-"""Standard deviation of the logarithm that a factor leaves, other threads and seconds apart: two of one machine, a
-minute apart, were 1.25 and 1.05, of other machines 1.11 and 1.02, 1.00 and 0.94 (the same command)."""
+"""Launches follow the Python loop to this power: a launch is a driver's work as well. Assumed; the five hosts of which
+both were measured give 0.14, with a standard error of 0.15 (``python -m studies.windows.speed``)."""
+SIGMA_FACTOR: Final = 0.12
+"""Standard deviation of the logarithm that a factor leaves: by so much factors of one machine differ that were measured
+a minute apart (the same command)."""
 SIGMA_PYTHON: Final = 0.15
 """The same where only the Python loop was timed; assumed."""
 

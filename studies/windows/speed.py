@@ -2,25 +2,30 @@
 
     python -m studies.windows.speed
 
-Four things are printed: how far hosts differ, and how launches follow the Python loop where both were measured
-(`data/points`); what `cpsim calibrate --host` found on each machine, twice (`studies/windows/hosts`); and, where
-PyTorch is installed, what a view of a tensor takes here among other views.
+Printed are how far hosts differ, and how launches follow the Python loop where both were measured (`data/points`);
+what `cpsim calibrate --host` found on each machine, several times (`studies/windows/hosts`), and how far that differs on
+one machine; how far the same cases differ that one machine ran several times, each time in processes of their own
+(`data/cases/repeated-*.jsonl`); and, where PyTorch is installed, what a view of a tensor takes here among other views.
 """
 
 from __future__ import annotations
 
 import timeit
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from cpsim.calibrate.fit_host import host_phases
-from cpsim.calibrate.recipes import measurements
+from cpsim.calibrate.recipes import DATA, measurements
+from cpsim.models.host import HostParams
 from cpsim.models.host_speed import PYTHON, load_host
 from cpsim.models.profile import load_profile
+from cpsim.prediction.runs import load_runs
 
 FOLDER = Path(__file__).with_name("hosts")
+RUNS = DATA / "runs"
 VIEWS = 20_000
 
 
@@ -45,6 +50,30 @@ def python_power() -> tuple[int, float, float]:
     return len(both), float(power), float(np.sqrt(variances[0, 0]))
 
 
+def spread_of_repeats(groups: Iterable[Sequence[float]]) -> float:
+    """Standard deviation of the logarithm within groups of measurements of one thing."""
+    logs = [np.log(group) for group in groups if len(group) > 1]
+    return float(np.sqrt(sum(((each - each.mean()) ** 2).sum() for each in logs) / sum(len(each) - 1 for each in logs)))
+
+
+def factors(host: HostParams) -> dict[str, list[float]]:
+    """By machine, how much longer than a profile's its launches took each time."""
+    found: dict[str, list[float]] = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        found.setdefault(path.stem.rpartition("-")[0], []).append(load_host(str(path)).factor(host)[0])
+    return found
+
+
+def repeated_runs() -> Iterator[list[float]]:
+    """Seconds of each case that one machine ran in several launches."""
+    for folder in sorted({path.parent for path in RUNS.glob("*/*-repeated-*.jsonl")}):
+        seconds: dict[str, list[float]] = {}
+        for path in sorted(folder.glob("*-repeated-*.jsonl")):
+            for run in load_runs(path):
+                seconds.setdefault(run.scenario.model_dump_json(), []).append(run.time_s)
+        yield from seconds.values()
+
+
 def seconds_of_views() -> float:
     """Seconds of a slice of a tensor that follows another one, on this machine's CPU."""
     import torch
@@ -66,6 +95,10 @@ def main() -> None:
         print(
             f"{path.stem}: loop {host.python_s * 1e9:.0f} ns, launches {host.factor(profile)[0]:.2f} of the profile's"
         )
+    within = spread_of_repeats(factors(profile).values())
+    print(f"launches of one machine differ from time to time by {within:.3f} in logarithms")
+    runs = [*repeated_runs()]
+    print(f"{len(runs)} cases differ by {spread_of_repeats(runs):.3f} from launch to launch on one machine")
     if find_spec("torch") is not None:
         view, among = seconds_of_views(), profile.launch_s["view"]
         print(f"a view after another {view * 1e6:.2f} us here, among other calls {among * 1e6:.1f} us on H100's hosts")

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from cpsim.calibrate.fit_host import in_steps, median_launches
+from cpsim.calibrate.fit_host import in_steps, launch_times
 from cpsim.calibrate.measurement import Writer
 from cpsim.models.host_speed import PYTHON, save_host
 from cpsim.real.measure.host import measure
@@ -50,7 +50,7 @@ def launches(node: Node) -> list[dict[str, float]]:
         with contextlib.redirect_stdout(io.StringIO()):
             measure(node, collected, with_edges=False, repeats=REPEATS)
         stepped = {p["kind"] for p in collected.points if in_steps(p)}
-        rounds.append(median_launches([p for p in collected.points if in_steps(p) or p["kind"] not in stepped]))
+        rounds.append(launch_times([p for p in collected.points if in_steps(p) or p["kind"] not in stepped]))
     return rounds
 
 

@@ -710,23 +710,32 @@ def test_calls_of_a_step_count_by_the_eager_ops_beside_them_where_something_dist
     assert paces == {"a": pytest.approx([0.25] * 5), "b": pytest.approx([1.0] * 5)}  # over the mean of H100's hosts
 
 
-def test_steps_of_the_measured_hosts_begin_with_eager_ops_and_only_one_host_was_disturbed():
+DISTURBED = {
+    ("h200x2-host-3.jsonl", "in steps"),
+    ("h100x2-host-3.jsonl", "in steps in bwd"),
+    ("h100x2-host-9.jsonl", "in steps in bwd"),
+}
+
+
+def test_steps_of_the_measured_hosts_begin_with_eager_ops_and_only_three_hosts_were_disturbed():
     files = [m for m in fitted_to("h200") if m.of("host")]
     speeds, paces = fit_host.host_speeds(files), fit_host.host_paces(files, "NVIDIA H200")
+    mine = [m.source for m in files if m.source in speeds and m.header["gpu"] == "NVIDIA H200"]
+    mean = np.exp(np.mean([np.log(speeds[source]) for source in mine]))
+    speeds = {source: speed / mean for source, speed in speeds.items()}
     for m in files:
         for p, pace, step in zip(m.points, paces[m.source], fit_host._steps(m), strict=True):
             assert bool(step) == (p["op"] == "host" and fit_host.in_steps(p))
             usual = speeds.get(m.source, pace if step else fit_host.python_pace(m) or 1.0)
-            disturbed = m.source == "h200x2-host-3.jsonl" and p.get("place") == "in steps"
-            assert pace == pytest.approx(usual) or disturbed, p["kind"]
+            assert pace == pytest.approx(usual) or (m.source, p.get("place")) in DISTURBED, p["kind"]
 
 
 def test_first_calls_on_the_thread_of_a_backward_pass_take_longer():
+    """An allocation apart, which takes what the allocator has at hand."""
     launch = load_profile("h200").host.launch_s
-    ratios = [launch[f"{kind} first"] / launch[kind] for kind in launch if f"{kind} first" in launch]
-    fwd = [launch[f"{kind} first"] / launch[kind] for kind in launch if f"{kind} first" in launch and "bwd" not in kind]
-    assert min(ratios) > 1
-    assert max(fwd) < 1.45 < max(ratios) < 3
+    ratios = {kind: launch[f"{kind} first"] / launch[kind] for kind in launch if f"{kind} first" in launch}
+    assert min(ratio for kind, ratio in ratios.items() if kind != "empty") > 1
+    assert max(ratio for kind, ratio in ratios.items() if "bwd" not in kind) < 1.45 < max(ratios.values()) < 3
 
 
 def test_every_kind_of_op_has_a_launch_time():

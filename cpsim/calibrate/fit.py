@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from cpsim.calibrate.fit_attention import QUARTILES, fit_attention, rule_of, with_enough_calls
 from cpsim.calibrate.fit_host import (
+    IN_GRAPHS,
     FIRST_CALL,
     called,
     fit_elementwise,
@@ -215,8 +216,9 @@ def with_kinds(mine: LayerCosts | None, theirs: LayerCosts | None) -> LayerCosts
 def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     """All points that describe this GPU and the code as it is.
 
-    Memory-bound kernels, collectives and transfers of another GPU and calls of its hosts stand in only where this one's
-    were not measured, and the executor's own form of a kernel replaces others. Launches of the executor's single ops do
+    Memory-bound kernels, collectives and transfers of another GPU and graphs of its hosts stand in only where this
+    one's were not measured, while calls of all hosts count alike, at the pace of this one's; the executor's own form of
+    a kernel replaces others. Launches of the executor's single ops do
     not count: its programs are captured. Of the pause between two iterations, which the timing code makes, and of each
     of PyTorch's own sweeps, which take alike on all machines, the latest measurement counts. Overlaps count where the
     size of what was sent is known and the communication came first.
@@ -233,7 +235,7 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         for m in measurements
         for p in on_mean_host(m, stepped, paces[m.source])
         if not (p["op"] in ("gemm", "layer_op") and m.header["gpu"] != gpu)
-        and not (m.header["gpu"] != gpu and p["op"] in STANDS_IN and _what(p) in mine)
+        and not (m.header["gpu"] != gpu and p["op"] in STANDS_IN and _what(p) in mine and not _is_launch(p))
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith(("graph", "layer ")))
         and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))
@@ -251,6 +253,11 @@ def _what(point: Point) -> tuple[Any, ...]:
 def _is_sweep(point: Point) -> bool:
     """Whether a point is of a kernel that cpsim.real.measure.host times."""
     return point["op"] == "elementwise" and "which" in point
+
+
+def _is_launch(point: Point) -> bool:
+    """Whether a point is of what a host takes, whatever its GPU."""
+    return point["op"] == "host" and not str(point["kind"]).startswith(IN_GRAPHS)
 
 
 def _is_pause(point: Point) -> bool:

@@ -3,9 +3,9 @@
     python -m studies.windows.speed
 
 Printed are how far hosts differ, and how launches follow the Python loop where both were measured (`data/points`);
-what `cpsim calibrate --host` found on each machine, several times (`studies/windows/hosts`), and how far that differs on
-one machine; how far the same cases differ that one machine ran several times, each time in processes of their own
-(`data/cases/repeated-*.jsonl`); and, where PyTorch is installed, what a view of a tensor takes here among other views.
+what `cpsim calibrate --host` found on each machine, several times (`studies/windows/hosts`), and how far that differs
+on one machine; how far the same cases differ that one machine ran several times, each time in processes of their own
+(`data/cases/repeated-*.jsonl`); and, where PyTorch is installed, what a view of a tensor takes among other views.
 """
 
 from __future__ import annotations

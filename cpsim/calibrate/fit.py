@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from cpsim.calibrate.fit_attention import QUARTILES, fit_attention, rule_of, with_enough_calls
 from cpsim.calibrate.fit_host import (
-    IN_GRAPHS,
     FIRST_CALL,
+    IN_GRAPHS,
     called,
     fit_elementwise,
     fit_hosts,

@@ -64,6 +64,19 @@ def factors(host: HostParams) -> dict[str, list[float]]:
     return found
 
 
+def by_name(host: HostParams) -> float:
+    """How far launches in files of hosts, which no fit reads, differ from a profile's by name: standard deviation of
+    the logarithm's mean over files, less what all names of a file have in common."""
+    logs: dict[str, list[float]] = {}
+    for path in [*FOLDER.glob("*x[24]*.json"), *RUNS.glob("*x[24]*/host.json")]:
+        found = load_host(str(path))
+        common = np.log(found.factor(host)[0])
+        for name, seconds in found.launch_s.items():
+            if name in host.launch_s:
+                logs.setdefault(name, []).append(float(np.log(seconds / host.launch_s[name]) - common))
+    return float(np.std([np.mean(each) for each in logs.values()]))
+
+
 def repeated_runs() -> Iterator[list[float]]:
     """Seconds of each case that one machine ran in several launches."""
     for folder in sorted({path.parent for path in RUNS.glob("*/*-repeated-*.jsonl")}):
@@ -97,6 +110,8 @@ def main() -> None:
         )
     within = spread_of_repeats(factors(profile).values())
     print(f"launches of one machine differ from time to time by {within:.3f} in logarithms")
+    for gpu in ("h100", "h200"):
+        print(f"by name they differ from profile {gpu} by {by_name(load_profile(gpu).host):.3f}")
     runs = [*repeated_runs()]
     print(f"{len(runs)} cases differ by {spread_of_repeats(runs):.3f} from launch to launch on one machine")
     if find_spec("torch") is not None:

@@ -1,4 +1,4 @@
-"""Writes steps-{1,2,3}-{h100,h200}.jsonl: whole training steps of few layers on one and on two GPUs, in plain PyTorch
+"""Writes steps-{1,2,3,5}-{h100,h200}.jsonl: whole training steps of few layers on one and on two GPUs, in plain PyTorch
 (compiled and eager) and in Hugging Face's Transformers.
 
     python data/cases/steps.py
@@ -37,6 +37,13 @@ MODELS: dict[str, Case] = {
     },
 }
 """Dimensions of published models, with few layers."""
+OTHERS: dict[str, Case] = {
+    "qwen3-14b": {"layers": 2, "hidden": 5120, "heads": 40, "kv_heads": 8, "ffn": 17408, "vocab": 151936},
+    "llama3.2-3b": {"layers": 6, "hidden": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
+    "olmo2-7b": {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 11008, "vocab": 100352},
+    "qwen3-1.7b": {"layers": 8, "hidden": 2048, "heads": 16, "kv_heads": 8, "ffn": 6144, "vocab": 151936},
+}
+"""The same of four more, which no step of the set had when their steps were predicted."""
 COMPILED: Case = {"framework": "torch", "compile": True}
 EAGER: Case = {"framework": "torch", "compile": False}
 HUGGING_FACE: Case = {"framework": "huggingface"}
@@ -122,6 +129,19 @@ def on_two() -> list[Case]:
     return found
 
 
+def of_others() -> list[Case]:
+    """Two GPUs, other models."""
+    found = list[Case]()
+    for model in OTHERS.values():
+        found.append(case(model, 6 * K, COMPILED, 2, sharding="fsdp"))
+        found.append(case(model, 6 * K, EAGER, 2, sharding="fsdp", recompute="full"))
+        found.append(case(model, 3 * K, COMPILED, 2, sharding="none", tp=2))
+        found.append(case(model, 6 * K, COMPILED, 2, sharding="fsdp", cp=2, strategy="allgather", recompute="full"))
+        found.append(case(model, 6 * K, HUGGING_FACE, 2, sharding="fsdp", recompute="full"))
+        found.append(case(model, 20 * K, COMPILED, 2, sharding="fsdp", recompute="per_op"))
+    return found
+
+
 def of_megatron(gpus: int) -> list[Case]:
     """Megatron-Core, on one GPU or two."""
     found = list[Case]()
@@ -168,6 +188,7 @@ def files() -> dict[Path, str]:
         FOLDER / "steps-1-h200.jsonl": text(longer(on_one(), "dgx-h200"), 53),
         FOLDER / "steps-2-h200.jsonl": text(longer(on_two(), "dgx-h200"), 54),
         FOLDER / "steps-3-h100.jsonl": text(longer(on_two(), "dgx-h100"), 55),
+        FOLDER / "steps-5-h200.jsonl": text([{**one, "cluster": "dgx-h200"} for one in of_others()], 58),
         FOLDER / "steps-megatron-1-h100.jsonl": text(of_megatron(1), 56),
         FOLDER / "steps-megatron-2-h100.jsonl": text(of_megatron(2), 57),
     }

@@ -30,6 +30,7 @@ PREDICTED: Final = {
     "h100x2-1127i": ("predicted-rest-2-h100",),
     "h100x2-1128k": ("predicted-rest-2-h100", "predicted-3-h100"),
     "h100x4-1128m": ("predicted-4-h100",),
+    "h200x2-1129i": ("predicted-5-h200",),
     "h200x4-1128n": ("predicted-1-h200", "predicted-2-h200", "predicted-4-h200"),
     "h200x1-1128p": ("predicted-1-h200",),
     "h200x2-1128q": ("predicted-megatron-h200",),

@@ -34,7 +34,7 @@ USUAL_PYTHON_S: Final = 7.3e-7
 PYTHON_POWER: Final = 0.4
 """Launches follow the Python loop to this power: a launch is a driver's work as well. Assumed; the five hosts of which
 both were measured give 0.14, with a standard error of 0.15 (``python -m studies.windows.speed``)."""
-SIGMA_FACTOR: Final = 0.12
+SIGMA_FACTOR: Final = 0.14
 """Standard deviation of the logarithm that a factor leaves: by so much factors of one machine differ that were measured
 a minute apart (the same command)."""
 SIGMA_PYTHON: Final = 0.15

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import geometric_mean, mean, median
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -30,13 +30,16 @@ from cpsim.calibrate.measurement import load  # noqa: E402
 from cpsim.calibrate.recipes import DATA, manifest, measurements, points_file, stand_in  # noqa: E402
 from cpsim.calibrate.residuals import large, residuals  # noqa: E402
 from cpsim.case.resolve import cluster_of  # noqa: E402
+from cpsim.case.scenario import Scenario  # noqa: E402
 from cpsim.models.attention.discrepancy import NONE  # noqa: E402
+from cpsim.models.host_speed import load_host  # noqa: E402
 from cpsim.models.profile import Profile, load_profile, save_profile  # noqa: E402
 from cpsim.models.uncertainty import WIDER  # noqa: E402
 from cpsim.prediction.compare import Comparison, Pair, chances_of, compare, grouped, predict_runs  # noqa: E402
 from cpsim.prediction.runs import holds_runs, load_runs  # noqa: E402
 
 PAGE: Final = Path(__file__).with_name("machines.md")
+HOSTS: Final = ROOT / "studies" / "windows" / "hosts"
 COVERAGE: Final = 0.9
 HOST_BOUND: Final = 0.15
 """Half of an interval, in logarithms and before it is widened, from which on a host decides."""
@@ -59,6 +62,15 @@ swing within a second.
 
 *Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`.
 """
+OF_HOSTS: Final = """## With the pace of hosts
+
+Other people's code on the machines on which `cpsim calibrate --host` ran, with field `host` set to what it found there
+(the mean where it ran several times), and without. It takes ten seconds, while the pace of a machine's hosts drifts: by
+`python -m studies.windows.speed` it differs by 14 % from minute to minute, and the same case by 13 % from launch to
+launch.
+
+| time | runs | machines | mean error | sign | inside | without: mean error | sign | inside |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 OF_CHOICES: Final = """## The best of several strategies
 
 Ways to compute the same thing on one machine, by our executor or by other people's code. *Regret* is how much longer
@@ -119,6 +131,18 @@ class Held:
         return abs(late) / max(self._sides[self.is_late], 1e-9)
 
     @property
+    def is_inside(self) -> bool:
+        """It is in the interval as it is shown."""
+        return self.score <= WIDER
+
+    @property
+    def length(self) -> str:
+        """How long it took, and its protocol."""
+        seconds = self.pair.run.time_s
+        long = "from 10 ms up" if seconds >= 1e-2 else "1 to 10 ms" if seconds >= 1e-3 else "shorter than 1 ms"
+        return f"{long}{self.steady}"
+
+    @property
     def steady(self) -> str:
         """What names of rows end with."""
         return ", back to back" * (self.pair.scenario.protocol == "streamed")
@@ -129,11 +153,16 @@ class Held:
         scenario, seconds = self.pair.scenario, self.pair.run.time_s
         if scenario.is_step:
             return "whole steps of few layers"
-        if scenario.implementation == "cpsim":
+        if not is_others(scenario):
             return "our executor" + (", shorter than 1 ms" if seconds < 1e-3 else ", 1 ms and more")
         if self.half_width >= HOST_BOUND:
             return f"other people's code, host-bound{self.steady}"
         return f"other people's code, {'from 10 ms up' if seconds >= 1e-2 else 'shorter than 10 ms'}{self.steady}"
+
+
+def is_others(scenario: Scenario) -> bool:
+    """Whether it is attention of other people's code."""
+    return scenario.implementation != "cpsim" and not scenario.is_step
 
 
 @cache
@@ -165,8 +194,16 @@ def physics(profile: Profile) -> Profile:
     return replace(profile, attention=alone)
 
 
-def held_out(change: Callable[[Profile], Profile] = lambda profile: profile) -> list[Held]:
-    """All runs on one node, each predicted without its machine, by profiles with a change."""
+def pace(machine: str, profile: Profile) -> float | None:
+    """How much longer launches take on a machine than a profile says, by what `cpsim calibrate --host` found there;
+    None where it did not run."""
+    files = [*HOSTS.glob(f"{machine}-*.json")] or [*(DATA / "runs" / machine).glob("host.json")]
+    return geometric_mean([load_host(str(file)).factor(profile.host)[0] for file in files]) if files else None
+
+
+def held_out(change: Callable[[Profile], Profile] = lambda profile: profile, *, paced: bool = False) -> list[Held]:
+    """All runs on one node, each predicted without its machine, by profiles with a change; if paced, those of other
+    people's code on machines whose hosts were timed, with what that found."""
     files, found = manifest()["runs"], list[Held]()
     by_machine = grouped(
         [name for name, about in files.items() if "left_out" not in about and holds_runs(DATA / name)],
@@ -177,9 +214,12 @@ def held_out(change: Callable[[Profile], Profile] = lambda profile: profile) -> 
             runs = [run for name in names for run in load_runs(DATA / name)]
             runs = [run for run in runs if run.scenario.part is None and cluster_of(run.scenario).num_nodes == 1]
             for profile, mine in grouped(runs, lambda run: cluster_of(run.scenario).profile).items():
-                path = Path(folder) / f"{machine}-{profile}.json"
-                save_profile(change(profile_without(str(profile), machine)), path)
-                told = {"profile": str(path)}
+                path, made = Path(folder) / f"{machine}-{profile}.json", change(profile_without(str(profile), machine))
+                save_profile(made, path)
+                told: dict[str, object] = {"profile": str(path)}
+                if paced:
+                    told["host"] = pace(machine, made)
+                    mine = [run for run in mine if told["host"] and is_others(run.scenario)]
                 asked = [replace(run, scenario=run.scenario.model_copy(update=told)) for run in mine]
                 found += [Held(machine, pair) for pair in compare(predict_runs(asked), asked).pairs]
     return found
@@ -200,8 +240,8 @@ def row(name: str, runs: Sequence[Held], scales: dict[str, float]) -> str:
     return f"| {name} | {len(runs)} | {' | '.join(cells)} |".replace("%", " %")
 
 
-def page(runs: Sequence[Held], alone: Sequence[Held]) -> str:
-    """The page, from all runs, as they are predicted and as physics alone predicts them."""
+def page(runs: Sequence[Held], alone: Sequence[Held], paced: Sequence[Held]) -> str:
+    """The page, from all runs, as they are predicted, as physics alone predicts them, and with paces of hosts."""
     machines = sorted({run.machine for run in runs})
     scales = {machine: scale_of([run for run in runs if run.machine != machine]) for machine in machines}
     head = [
@@ -211,11 +251,23 @@ def page(runs: Sequence[Held], alone: Sequence[Held]) -> str:
     between = f"{min(scales.values()):.2f} to {max(scales.values()):.2f}, all together {scale_of(runs):.2f}"
     lines = [INTRODUCTION.format(scales=between), head[0].format("regime"), head[1]]
     lines += [row(name, mine, scales) for name, mine in sorted(grouped(runs, lambda run: run.regime).items())]
-    theirs = [run for run in runs if run.pair.scenario.implementation != "cpsim"]
+    theirs = [run for run in runs if is_others(run.pair.scenario)]
     lines += ["", "## Other people's code, machine by machine", "", head[0].format("machine"), head[1]]
     by_machine = grouped(theirs, lambda run: run.machine)
     lines += [row(name, by_machine[name], scales) for name in machines if len(by_machine.get(name, ())) >= FEWEST]
-    return "\n".join([*lines, "", *choices(runs), "", *discrepancy(runs, alone)]) + "\n"
+    return "\n".join([*lines, "", *hosts(runs, paced), "", *choices(runs), "", *discrepancy(runs, alone)]) + "\n"
+
+
+def hosts(runs: Sequence[Held], paced: Sequence[Held]) -> list[str]:
+    """What timing a machine's hosts is worth."""
+    lines, without = [OF_HOSTS], {(run.machine, run.pair.run.samples_s): run for run in runs}
+    for name, mine in sorted(grouped(paced, lambda run: run.length).items()):
+        cells = [f"{len({run.machine for run in mine})}"]
+        for each in (mine, [without[run.machine, run.pair.run.samples_s] for run in mine]):
+            errors, inside = [run.pair.error for run in each], mean(run.is_inside for run in each)
+            cells += [f"{mean(map(abs, errors)):.1%}", f"{mean(errors):+.1%}", f"{inside:.0%}"]
+        lines.append(f"| {name} | {len(mine)} | {' | '.join(cells)} |".replace("%", " %"))
+    return lines
 
 
 def choices(runs: Sequence[Held]) -> list[str]:
@@ -265,4 +317,4 @@ def of_gpu(run: Held) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(held_out(), held_out(physics)), encoding="utf-8")
+    PAGE.write_text(page(held_out(), held_out(physics), held_out(paced=True)), encoding="utf-8")

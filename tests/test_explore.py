@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 import yaml
-from browser import CHROMIUM, DRIVER, WATCH, WHOLE, chromium, serious
+from browser import CHROMIUM, DRIVER, LOOKS, SCREENS, WATCH, WHOLE, chromium, serious, sized
 from scripts import ROOT
 from test_cli import EXAMPLES, one_line
 from test_cli import cpsim as command
@@ -644,20 +644,81 @@ def test_a_link_restores_every_view_and_loads_nothing_from_elsewhere(page):
     assert page.console() == []
 
 
+def seen_cases():
+    """Cases by name with the views that each has."""
+    attention, drawn = CASE | {"documents": "one document"}, CASE | SHORT_LINK
+    return {
+        "attention": (attention, [view for view in VIEWS if view not in ("measured", "paste")]),
+        "documents": (drawn, ["map", "mask"]),
+        "runs": (MEASURED | {"documents": "one document"}, ["measured"]),
+        "nothing fits": (attention | {"tokens_per_gpu": 120_000_000}, ["ranking", "map"]),
+        "step": (A_STEP, ["ranking", "timeline", "memory", "paste", "checked"]),
+        "pipeline": (A_STEP | {"pp": 4}, ["timeline", "memory"]),
+    }
+
+
+SHORT_LINK = {"mask": "causal_document", "documents": "prolong64k", "seed": 3}
+LOOKED_AT = [(width, theme) for width in SCREENS for theme in ("light", "dark")]
+
+
+def looked_at(page, width, theme, name, view):
+    """Nothing is cut, lies over something else, or keeps people from using a view."""
+    assert page.driver.execute_script(LOOKS) == [], (name, view, width, theme)
+    assert serious(page.driver) == [], (name, view, width, theme)
+
+
+@pytest.fixture
+def screen(page):
+    """Sets the size of the screen, until the test is over."""
+    yield lambda width: sized(page.driver, width)
+    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 @pytest.mark.chromium
 @needs_chromium
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_serious_in_any_view_nor_in_an_open_list(page, theme):
+def test_views_fit_their_screens_and_axe_finds_nothing_serious(page, screen):
+    """Every view on one screen; the next on another one, in the other colours."""
     pytest.importorskip("axe_core_python")
-    for case, names in ((CASE | {"documents": "one document"}, VIEWS), (A_STEP, ("ranking", "timeline", "paste"))):
-        for view in names:
+    asked = [(name, case, view) for name, (case, has) in seen_cases().items() for view in has]
+    for i, (name, case, view) in enumerate(asked):
+        width, theme = LOOKED_AT[(5 * i) % len(LOOKED_AT)]  # each of them, a narrow one for the first
+        screen(width)
+        page.open(**case, view=view, theme=theme)
+        looked_at(page, width, theme, name, view)
+    assert len(asked) > 2 * len(LOOKED_AT)
+    assert page.console() == []
+
+
+@pytest.mark.slow
+@pytest.mark.chromium
+@needs_chromium
+@pytest.mark.parametrize(("width", "theme"), LOOKED_AT)
+def test_every_view_fits_every_screen_in_both_colours(page, screen, width, theme):
+    pytest.importorskip("axe_core_python")
+    screen(width)
+    for name, (case, has) in seen_cases().items():
+        for view in has:
             page.open(**case, view=view, theme=theme)
-            assert serious(page.driver) == [], view
-    page.open(**CASE, documents="one document", theme=theme)
-    page.find("#mask-list").click()
-    assert serious(page.driver) == []
-    page.find("#pin").click()
-    assert serious(page.driver) == []
+            looked_at(page, width, theme, name, view)
+    assert page.console() == []
+
+
+@pytest.mark.chromium
+@needs_chromium
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1280, "light")])
+def test_a_pinned_answer_and_the_controls_of_a_phone_fit_too(page, screen, width, theme):
+    pytest.importorskip("axe_core_python")
+    screen(width)
+    for case in (CASE | {"documents": "one document"}, A_STEP):
+        page.open(**case, theme=theme)
+        if width == 390:
+            page.find("#change").click()
+        page.find("#pin").click()
+        page.type("gpus", 8 if case is A_STEP else 16)
+        page.settle()
+        assert page.text("difference") != ""
+        looked_at(page, width, theme, "pinned", "ranking")
+    assert page.console() == []
 
 
 @pytest.mark.chromium
@@ -787,23 +848,16 @@ def test_a_pinned_answer_stays_beside_those_of_other_cases(page):
 
 @pytest.mark.chromium
 @needs_chromium
-@pytest.mark.parametrize("width", [390, 1280, 1920])
-def test_the_first_screen_holds_the_answer_and_the_top_of_the_ranking(page, width):
-    height = {390: 844, 1280: 800, 1920: 1080}[width]
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        for case in (CASE | {"documents": "one document"}, A_STEP):
-            page.open(**case)
-            ends = page.driver.execute_script(
-                "return ['#lead', '.facts', '.top li:nth-child(2)'].map(s =>"
-                " document.querySelector('#current ' + s).getBoundingClientRect().bottom)"
-            )
-            assert 0 < max(ends) < height, (width, ends)
-            widest = page.driver.execute_script("return document.documentElement.scrollWidth")
-            assert widest <= width
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+@pytest.mark.parametrize("width", SCREENS)
+def test_the_first_screen_holds_the_answer_and_the_top_of_the_ranking(page, screen, width):
+    screen(width)
+    for case in (CASE | {"documents": "one document"}, A_STEP):
+        page.open(**case)
+        ends = page.driver.execute_script(
+            "return ['#lead', '.facts', '.top li:nth-child(2)'].map(s =>"
+            " document.querySelector('#current ' + s).getBoundingClientRect().bottom)"
+        )
+        assert 0 < max(ends) < SCREENS[width], (width, ends)
 
 
 A_STEP = {

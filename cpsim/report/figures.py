@@ -77,8 +77,10 @@ EXPOSED: Final = "exposed communication"
 EXPOSED_COLOUR: Final = "#fca5a5"
 OUTLINED: Final = 100
 """From so many bars of a kind on, outlines would hide the bars."""
-LABEL: Final = 28
+LABEL: Final = 20
 """Letters of a line beside a bar."""
+LINE: Final = 17
+"""Height of such a line [px]."""
 FINE: Final = 2.5
 """Up to so many powers of ten, an axis has ticks between them."""
 NARROWEST: Final = 560
@@ -107,6 +109,16 @@ def house(height: int, top: int = 70) -> dict[str, Any]:
 def bar_label(text: str) -> str:
     """What a bar is about, escaped, in lines that leave a narrow screen room for the bar."""
     return "<br>".join(escape(line) for line in wrap(text, LABEL))
+
+
+def rows_height(labels: Iterable[str], least: int) -> int:
+    """Height [px] of rows of bars that leaves room for their labels.
+
+    Args:
+        labels: of ``bar_label``, several lines perhaps.
+        least: of a row.
+    """
+    return sum(max(least, LINE * (label.count("<br>") + 1) + 8) for label in labels)
 
 
 def log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from re import sub
 from typing import TYPE_CHECKING, Any
 
 from cpsim.case.resolve import model_of
@@ -56,6 +57,11 @@ def ms_text(seconds: float) -> str:
 def seconds_text(seconds: float) -> str:
     """Seconds with three significant digits or more, no unit."""
     return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
+
+
+def unbroken(text: str) -> str:
+    """Text of a page in which numbers stay beside their units."""
+    return sub(r"(\d) (%|ms|s|[kMG]B|GPUs?|TFLOP/s)(?!\w)", "\\1\u00a0\\2", text)
 
 
 def percent_text(share: float) -> str:

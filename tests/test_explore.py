@@ -43,7 +43,7 @@ from cpsim.prediction.standalone import standalone
 from cpsim.prediction.step_advice import advise_step, words
 from cpsim.report.axes import AXES, Around
 from cpsim.report.figures import PALETTE, STRATEGY_COLOURS, ink_on
-from cpsim.report.frontier import BLANKS, Cell, best_in, frontier, likely
+from cpsim.report.frontier import BLANKS, Cell, best_in, blanks_html, frontier, likely
 from cpsim.report.views import View
 from cpsim.report.words import ms_text, strategy_label
 
@@ -369,6 +369,11 @@ def test_blank_cells_look_as_they_are_and_say_why():
         "cannot run: why cannot",
     }
     assert set(BLANKS) == {*kinds, None}
+    below = blanks_html(around, found)
+    assert f"Cells without an answer: {len(found)}" in below
+    for kind in kinds:
+        assert f"<td>why {kind}</td>" in below
+    assert blanks_html(around, [Cell(spot=spots[0], strategy="usp")]) == ""
     huge = best_in(replace(spots[0], scenario=scenario_from(CASE | {"tokens_per_gpu": 120_000_000})), [])
     assert huge.kind == "does_not_fit"
     assert "out of memory" in huge.reason
@@ -823,6 +828,20 @@ def test_an_impossible_setting_is_one_clear_line_and_the_page_stays_alive(page):
     assert "none cannot run" in page.text("caption")
     page.open(gpus="x", view="mask")
     assert "gpus" in page.text("error")
+    assert page.console() == []
+
+
+@pytest.mark.chromium
+@needs_chromium
+def test_an_answer_links_to_all_that_was_checked(page):
+    for case, below in ((CASE | {"documents": "one document"}, ""), (A_STEP, "Closest published steps")):
+        page.open(**case)
+        page.find("#current .checked a").click()
+        page.until("return document.querySelector('#views [aria-selected=true]').innerText", "Checked")
+        page.settle()
+        assert page.link["view"] == "checked"
+        page.until("return document.querySelector('#plot .js-plotly-plot').data.length > 5", True)
+        assert page.text("below").startswith(below)
     assert page.console() == []
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 from math import ceil, floor, log10
+from re import sub
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
@@ -107,8 +108,9 @@ def house(height: int, top: int = 70) -> dict[str, Any]:
 
 
 def bar_label(text: str) -> str:
-    """What a bar is about, escaped, in lines that leave a narrow screen room for the bar."""
-    return "<br>".join(escape(line) for line in wrap(text, LABEL))
+    """What a bar is about, escaped, in lines that leave a narrow screen room for the bar; numbers stay beside their
+    names."""
+    return "<br>".join(escape(line) for line in wrap(sub(r"(\w) (\d)", "\\1\u00a0\\2", text), LABEL))
 
 
 def rows_height(labels: Iterable[str], least: int) -> int:

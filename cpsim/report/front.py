@@ -76,6 +76,7 @@ def answered_page(
     *,
     known: bool,
     with_plots: bool,
+    closest: str = "",
 ) -> str:
     """A page that begins with the answer to a question and ends with the caveats.
 
@@ -87,10 +88,11 @@ def answered_page(
         notes: caveats.
         known: whether there is an answer.
         with_plots: whether sections have figures.
+        closest: HTML of what is closest among all that was checked.
     """
     every = [*sections]
     if with_plots:
-        every.append(("Checked", CHECKED, figure(validation.scatter(), CHECKED, validation.CAPTION)))
+        every.append(("Checked", CHECKED, figure(validation.scatter(), CHECKED, validation.CAPTION) + closest))
     if notes:
         every.append(("Caveats", "caveats", caveats_html(notes)))
     case = f"{case_text(scenario)}; {documents_text(scenario)}"

@@ -80,6 +80,7 @@ def step_report_html(advice: StepAdvice) -> str:
         advice.notes,
         known=bool(advice.candidates),
         with_plots=bool(advice.candidates or advice.nearest),
+        closest=closest_html(advice),
     )
 
 
@@ -147,6 +148,12 @@ def _top(advice: StepAdvice, best: StepCandidate) -> list[front.Line]:
 
 def _label(one: StepCandidate) -> str:
     return f"{words(one.parallel)}, {strategy_label(one.prediction.scenario)}"
+
+
+def closest_html(advice: StepAdvice) -> str:
+    """Published steps that are closest to what is recommended, or to what comes nearest to fitting."""
+    best = advice.foremost
+    return validation.closest_html(best.prediction.scenario, best.parallel.cp) if best else ""
 
 
 def paste(advice: StepAdvice) -> View:

@@ -833,6 +833,26 @@ def test_an_impossible_setting_is_one_clear_line_and_the_page_stays_alive(page):
 
 @pytest.mark.chromium
 @needs_chromium
+def test_a_dark_page_is_printed_with_dark_ink(page):
+    ink = (
+        "const of = (kind, what) => [...document.querySelectorAll(kind)].map((one) => getComputedStyle(one)[what]);"
+        "const texts = of('main p, main li, main td', 'color'), lines = of('.errorbar path', 'stroke');"
+        "const figures = of('.xtick text, .ytick text, .xtitle', 'fill');"
+        "const dark = (colour) => Math.max(...colour.match(/\\d+/g).slice(0, 3)) < 128;"
+        "return [texts, lines, figures].map((some) => some.length > 3 && some.every(dark));"
+    )
+    page.open(**CASE, documents="one document", theme="dark")
+    assert page.driver.execute_script(ink) == [False, False, False]
+    try:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        page.until(ink, [True, True, True])
+        assert not page.find("aside").is_displayed()
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+@pytest.mark.chromium
+@needs_chromium
 def test_an_answer_links_to_all_that_was_checked(page):
     for case, below in ((CASE | {"documents": "one document"}, ""), (A_STEP, "Closest published steps")):
         page.open(**case)

@@ -125,7 +125,7 @@ def chosen_case(advice: Advice, view: View) -> Scenario:
 def _offers(known: Known) -> str:
     """Buttons for what is not tried unless somebody asks, as HTML."""
     words = " ".join(f'<button data-strategy="{escape(name)}">{escape(name)}</button>' for name in known.left_out)
-    return f'<p class="muted">Not tried unless you ask, for the reasons below: {words}</p>' if words else ""
+    return f'<p class="muted ask">Not tried unless you ask, for the reasons below: {words}</p>' if words else ""
 
 
 def _of_one(name: str, chosen: Candidate, ranks: Sequence[int]) -> View:

@@ -81,7 +81,7 @@ PICTURES: Final = {
     "timeline": Picture(attention, "#timeline", 1110),
     "mask": Picture(attention, "#mask", 850),
     "step-timeline": Picture(step, "#timeline", 760),
-    "step-memory": Picture(step, "#memory", 1250),
+    "step-memory": Picture(step, "#memory", 1290),
     "longca": Picture(longca, ":has(#plot-mask-causal_document)", 530),
     "checked": Picture(checked, ":has(#plot-checked)", 700),
 }

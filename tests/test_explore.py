@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 import yaml
-from browser import CHROMIUM, DRIVER, WATCH, WHOLE, chromium, serious
+from browser import CHROMIUM, DRIVER, LOOKS, SCREENS, WATCH, WHOLE, chromium, serious, sized
 from scripts import ROOT
 from test_cli import EXAMPLES, one_line
 from test_cli import cpsim as command
@@ -43,7 +43,7 @@ from cpsim.prediction.standalone import standalone
 from cpsim.prediction.step_advice import advise_step, words
 from cpsim.report.axes import AXES, Around
 from cpsim.report.figures import PALETTE, STRATEGY_COLOURS, ink_on
-from cpsim.report.frontier import BLANKS, Cell, best_in, frontier, likely
+from cpsim.report.frontier import BLANKS, Cell, best_in, blanks_html, frontier, likely
 from cpsim.report.views import View
 from cpsim.report.words import ms_text, strategy_label
 
@@ -67,6 +67,7 @@ def scenario_of(**changes):
         {"tokens_per_gpu": None, "tokens": 32768, "documents": [30000, 2768], "mask": "full_document"},
         {"mask": {"name": "lambda", "window": 512}, "kernel": "flex", "head_dim": 64},
         {"cluster": "dgx-b200", "profile": "h200"},
+        {"implementation": "torch"},
     ],
 )
 def test_controls_say_what_a_scenario_says(fields):
@@ -74,7 +75,8 @@ def test_controls_say_what_a_scenario_says(fields):
     found = controls.scenario_of(controls.state_of(asked), controls.controls(asked))
     assert workload_of(found) == workload_of(asked)
     assert cluster_of(found) == cluster_of(asked)
-    assert (found.kernel, found.profile) == (asked.kernel, asked.profile)
+    same = ("kernel", "profile", "implementation")
+    assert [getattr(found, name) for name in same] == [getattr(asked, name) for name in same]
 
 
 @pytest.mark.parametrize(
@@ -130,10 +132,8 @@ def test_a_cluster_file_with_another_network_travels_with_its_scenario(tmp_path,
 
 
 def test_only_cases_that_the_page_can_show_begin_it():
-    with pytest.raises(ScenarioError, match="leave dimensions of a model, part and implementation out"):
-        controls.state_of(scenario_from(CASE | {"implementation": "torch"}))
     layer = {"model": "llama3.2-1b", "part": "layer", "gpus": 8, "cluster": "dgx-h200", "tokens": 8192}
-    with pytest.raises(ScenarioError, match="leave dimensions of a model, part"):
+    with pytest.raises(ScenarioError, match="leave dimensions of a model, and part, out"):
         controls.state_of(scenario_from(layer))
 
 
@@ -369,6 +369,11 @@ def test_blank_cells_look_as_they_are_and_say_why():
         "cannot run: why cannot",
     }
     assert set(BLANKS) == {*kinds, None}
+    below = blanks_html(around, found)
+    assert f"Cells without an answer: {len(found)}" in below
+    for kind in kinds:
+        assert f"<td>why {kind}</td>" in below
+    assert blanks_html(around, [Cell(spot=spots[0], strategy="usp")]) == ""
     huge = best_in(replace(spots[0], scenario=scenario_from(CASE | {"tokens_per_gpu": 120_000_000})), [])
     assert huge.kind == "does_not_fit"
     assert "out of memory" in huge.reason
@@ -565,6 +570,7 @@ CHANGES = {
         ("profile", "choose", "h200"),
         ("kernel", "choose", "cudnn"),
         ("mask", "choose", "full"),
+        ("implementation", "choose", "torch"),
     ],
     "mask=causal_sliding_window": [("options", "type", "window=512")],
     "documents=lengths&lengths=32768": [("lengths", "type", "30000, 2768")],
@@ -644,20 +650,81 @@ def test_a_link_restores_every_view_and_loads_nothing_from_elsewhere(page):
     assert page.console() == []
 
 
+def seen_cases():
+    """Cases by name with the views that each has."""
+    attention, drawn = CASE | {"documents": "one document"}, CASE | SHORT_LINK
+    return {
+        "attention": (attention, [view for view in VIEWS if view not in ("measured", "paste")]),
+        "documents": (drawn, ["map", "mask"]),
+        "runs": (MEASURED | {"documents": "one document"}, ["measured"]),
+        "nothing fits": (attention | {"tokens_per_gpu": 120_000_000}, ["ranking", "map"]),
+        "step": (A_STEP, ["ranking", "timeline", "memory", "paste", "checked"]),
+        "pipeline": (A_STEP | {"pp": 4}, ["timeline", "memory"]),
+    }
+
+
+SHORT_LINK = {"mask": "causal_document", "documents": "prolong64k", "seed": 3}
+LOOKED_AT = [(width, theme) for width in SCREENS for theme in ("light", "dark")]
+
+
+def looked_at(page, width, theme, name, view):
+    """Nothing is cut, lies over something else, or keeps people from using a view."""
+    assert page.driver.execute_script(LOOKS) == [], (name, view, width, theme)
+    assert serious(page.driver) == [], (name, view, width, theme)
+
+
+@pytest.fixture
+def screen(page):
+    """Sets the size of the screen, until the test is over."""
+    yield lambda width: sized(page.driver, width)
+    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 @pytest.mark.chromium
 @needs_chromium
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_serious_in_any_view_nor_in_an_open_list(page, theme):
+def test_views_fit_their_screens_and_axe_finds_nothing_serious(page, screen):
+    """Every view on one screen; the next on another one, in the other colours."""
     pytest.importorskip("axe_core_python")
-    for case, names in ((CASE | {"documents": "one document"}, VIEWS), (A_STEP, ("ranking", "timeline", "paste"))):
-        for view in names:
+    asked = [(name, case, view) for name, (case, has) in seen_cases().items() for view in has]
+    for i, (name, case, view) in enumerate(asked):
+        width, theme = LOOKED_AT[(5 * i) % len(LOOKED_AT)]  # each of them, a narrow one for the first
+        screen(width)
+        page.open(**case, view=view, theme=theme)
+        looked_at(page, width, theme, name, view)
+    assert len(asked) > 2 * len(LOOKED_AT)
+    assert page.console() == []
+
+
+@pytest.mark.slow
+@pytest.mark.chromium
+@needs_chromium
+@pytest.mark.parametrize(("width", "theme"), LOOKED_AT)
+def test_every_view_fits_every_screen_in_both_colours(page, screen, width, theme):
+    pytest.importorskip("axe_core_python")
+    screen(width)
+    for name, (case, has) in seen_cases().items():
+        for view in has:
             page.open(**case, view=view, theme=theme)
-            assert serious(page.driver) == [], view
-    page.open(**CASE, documents="one document", theme=theme)
-    page.find("#mask-list").click()
-    assert serious(page.driver) == []
-    page.find("#pin").click()
-    assert serious(page.driver) == []
+            looked_at(page, width, theme, name, view)
+    assert page.console() == []
+
+
+@pytest.mark.chromium
+@needs_chromium
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1280, "light")])
+def test_a_pinned_answer_and_the_controls_of_a_phone_fit_too(page, screen, width, theme):
+    pytest.importorskip("axe_core_python")
+    screen(width)
+    for case in (CASE | {"documents": "one document"}, A_STEP):
+        page.open(**case, theme=theme)
+        if width == 390:
+            page.find("#change").click()
+        page.find("#pin").click()
+        page.type("gpus", 8 if case is A_STEP else 16)
+        page.settle()
+        assert page.text("difference") != ""
+        looked_at(page, width, theme, "pinned", "ranking")
+    assert page.console() == []
 
 
 @pytest.mark.chromium
@@ -766,6 +833,40 @@ def test_an_impossible_setting_is_one_clear_line_and_the_page_stays_alive(page):
 
 @pytest.mark.chromium
 @needs_chromium
+def test_a_dark_page_is_printed_with_dark_ink(page):
+    ink = (
+        "const of = (kind, what) => [...document.querySelectorAll(kind)].map((one) => getComputedStyle(one)[what]);"
+        "const texts = of('main p, main li, main td', 'color'), lines = of('.errorbar path', 'stroke');"
+        "const figures = of('.xtick text, .ytick text, .xtitle', 'fill');"
+        "const dark = (colour) => Math.max(...colour.match(/\\d+/g).slice(0, 3)) < 128;"
+        "return [texts, lines, figures].map((some) => some.length > 3 && some.every(dark));"
+    )
+    page.open(**CASE, documents="one document", theme="dark")
+    assert page.driver.execute_script(ink) == [False, False, False]
+    try:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        page.until(ink, [True, True, True])
+        assert not page.find("aside").is_displayed()
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+@pytest.mark.chromium
+@needs_chromium
+def test_an_answer_links_to_all_that_was_checked(page):
+    for case, below in ((CASE | {"documents": "one document"}, ""), (A_STEP, "Closest published steps")):
+        page.open(**case)
+        page.find("#current .checked a").click()
+        page.until("return document.querySelector('#views [aria-selected=true]').innerText", "Checked")
+        page.settle()
+        assert page.link["view"] == "checked"
+        page.until("return document.querySelector('#plot .js-plotly-plot').data.length > 5", True)
+        assert page.text("below").startswith(below)
+    assert page.console() == []
+
+
+@pytest.mark.chromium
+@needs_chromium
 def test_a_pinned_answer_stays_beside_those_of_other_cases(page):
     page.open(**CASE, documents="one document")
     before = page.text("front")
@@ -787,23 +888,16 @@ def test_a_pinned_answer_stays_beside_those_of_other_cases(page):
 
 @pytest.mark.chromium
 @needs_chromium
-@pytest.mark.parametrize("width", [390, 1280, 1920])
-def test_the_first_screen_holds_the_answer_and_the_top_of_the_ranking(page, width):
-    height = {390: 844, 1280: 800, 1920: 1080}[width]
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        for case in (CASE | {"documents": "one document"}, A_STEP):
-            page.open(**case)
-            ends = page.driver.execute_script(
-                "return ['#lead', '.facts', '.top li:nth-child(2)'].map(s =>"
-                " document.querySelector('#current ' + s).getBoundingClientRect().bottom)"
-            )
-            assert 0 < max(ends) < height, (width, ends)
-            widest = page.driver.execute_script("return document.documentElement.scrollWidth")
-            assert widest <= width
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+@pytest.mark.parametrize("width", SCREENS)
+def test_the_first_screen_holds_the_answer_and_the_top_of_the_ranking(page, screen, width):
+    screen(width)
+    for case in (CASE | {"documents": "one document"}, A_STEP):
+        page.open(**case)
+        ends = page.driver.execute_script(
+            "return ['#lead', '.facts', '.top li:nth-child(2)'].map(s =>"
+            " document.querySelector('#current ' + s).getBoundingClientRect().bottom)"
+        )
+        assert 0 < max(ends) < SCREENS[width], (width, ends)
 
 
 A_STEP = {

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 import handmade
 import numpy as np
 import pytest
-from browser import CHROMIUM, DRIVER, chromium
+from browser import CHROMIUM, DRIVER, LOOKS, SCREENS, chromium, serious, sized
 from rich.console import Console
 
 from cpsim.case.load import scenario_from
 from cpsim.errors import ScenarioError
 from cpsim.prediction.predict import predict
 from cpsim.prediction.results import Infeasible
+from cpsim.prediction.step_advice import advise_step
 from cpsim.report import axes, caveats, figures, front, frontier, html, lengths, page, records, tables, views, words
+from cpsim.report.step_page import write_step_report
 
 
 @pytest.fixture(scope="module")
@@ -241,11 +243,23 @@ def test_report_is_self_contained_and_escapes_what_users_wrote(report):
 
 def test_report_goes_from_the_answer_to_caveats_and_links_to_every_section(report):
     text = report.read_text()
-    order = ["answer", "why", "alternatives", "map", "timeline", "memory", "mask", "measured", "lengths", "scenario"]
+    order = [
+        "answer",
+        "why",
+        "alternatives",
+        "map",
+        "timeline",
+        "memory",
+        "mask",
+        "measured",
+        "lengths",
+        "scenario",
+        "checked",
+    ]
     sections = re.findall(r'<section id="([\w-]+)">', text)
     assert sections == [*order, "caveats"]
     assert re.findall(r'<li><a href="#([\w-]+)">', text) == sections
-    front = text[text.index('<section id="answer">') : text.index('<section id="why">')]
+    front = text[text.index('<section id="answer">') : text.index('<section id="why">')].replace("\u00a0", " ")
     for needle in ("Run zigzag_ring", "7.40 ms", "7.10–7.77 ms", "tokens/s", "1.48 GB", "of 150 GB", "Checked."):
         assert needle in front, needle
     assert front.index("zigzag_ring") < front.index("allgather")
@@ -411,7 +425,7 @@ def test_report_opens_in_chromium_with_every_plot_and_a_clean_console(report, tm
     assert console == []
     _, *parts = re.split(r'<div id="plot-([\w-]+)"[^>]*class="[^"]*js-plotly-plot', dom)
     plots = dict(zip(parts[::2], parts[1::2], strict=True))
-    others = ["timeline", "memory", "memory-below", "mask", "measured", "lengths"]
+    others = ["timeline", "memory", "memory-below", "mask", "measured", "lengths", "checked"]
     assert list(plots) == ["why", "map", *others]
     assert plots["map"].count('class="point"') == len(axes.Around(scenario=handmade.advice().scenario).spots())
     assert plots["memory"].count('class="point"') == 2 * 4
@@ -432,44 +446,67 @@ def test_a_page_that_fails_is_noticed(tmp_path):
     assert any("Plotly is not defined" in line for line in console)
 
 
-CUT = """
-const cut = [];
-if (document.documentElement.scrollWidth > innerWidth) cut.push("page");
-for (const plot of document.querySelectorAll(".js-plotly-plot")) {
-  const box = plot.getBoundingClientRect();
-  for (const text of plot.querySelectorAll("svg text")) {
-    const at = text.getBoundingClientRect();
-    const is_out = at.left < box.left - 1 || at.right > box.right + 1 || at.bottom > box.bottom + 1;
-    if (at.width && !text.closest(".hoverlayer") && is_out) cut.push(`${plot.id}: ${text.textContent}`);
-  }
-}
-return cut;
-"""
-"""What is wider than its place."""
+@pytest.fixture(scope="module")
+def browser():
+    pytest.importorskip("selenium")
+    driver = chromium()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def step_report(tmp_path_factory):
+    step = {"gpus": 8, "cluster": "dgx-h100", "model": "llama3.2-1b", "context": 8192, "tokens": 8192 * 16}
+    path = tmp_path_factory.mktemp("step") / "report.html"
+    write_step_report(path, advise_step(scenario_from(step)))
+    return path
+
+
+def in_browser(driver, page):
+    """Opens a page and waits until its figures are drawn."""
+    wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
+    driver.get(page.as_uri())
+    missing = "return [...document.querySelectorAll('[id^=plot-]')].filter((p) => !p.querySelector('svg')).length"
+    wait(driver, 30).until(lambda d: d.execute_script(missing) == 0)
+    return wait(driver, 10)
 
 
 @pytest.mark.chromium
 @pytest.mark.skipif(DRIVER is None, reason="no chromedriver: apt-get install chromium-driver")
-def test_nothing_is_cut_on_a_phone_and_legends_hide_what_they_name(report):
-    wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
-    driver = chromium()
-    try:
-        driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False},
-        )
-        driver.get(report.as_uri())
-        wait(driver, 30).until(lambda d: len(d.find_elements("css selector", ".js-plotly-plot")) == 8)
-        time.sleep(0.5)
-        assert driver.execute_script(CUT) == []
-        top = driver.execute_script("return document.querySelector('.top li').getBoundingClientRect().bottom")
-        assert top < 844  # the first screen holds the top of the ranking
-        count = "return document.querySelectorAll('#plot-why .trace').length"
-        before = driver.execute_script(count)
-        button = driver.find_element("css selector", "[data-plot='plot-why']")
-        driver.execute_script("arguments[0].click()", button)
-        wait(driver, 10).until(lambda d: d.execute_script(count) == before - 1)
-        assert button.get_attribute("aria-pressed") == "false"
-        assert [one for one in driver.get_log("browser") if one["level"] == "SEVERE"] == []
-    finally:
-        driver.quit()
+@pytest.mark.parametrize("name", ["report", "step_report"])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        pytest.param([(390, "dark"), (1280, "light"), (1920, "dark")], id="some"),
+        pytest.param(
+            [(width, theme) for width in SCREENS for theme in ("light", "dark")], id="all", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_reports_fit_their_screens(browser, name, shown, request):
+    pytest.importorskip("axe_core_python")
+    sized(browser, shown[0][0])
+    in_browser(browser, request.getfixturevalue(name))
+    for width, theme in shown:
+        sized(browser, width)
+        colours = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", colours)
+        time.sleep(0.5)  # figures are drawn anew
+        assert browser.execute_script(LOOKS) == [], (width, theme)
+        assert serious(browser) == [], (width, theme)
+        ends = "return document.querySelector('.top li').getBoundingClientRect().bottom"
+        assert browser.execute_script(ends) < SCREENS[width]  # the first screen holds the top of the ranking
+    assert [one for one in browser.get_log("browser") if one["level"] == "SEVERE"] == []
+
+
+@pytest.mark.chromium
+@pytest.mark.skipif(DRIVER is None, reason="no chromedriver: apt-get install chromium-driver")
+def test_legends_hide_what_they_name(browser, report):
+    wait = in_browser(browser, report)
+    count = "return document.querySelectorAll('#plot-why .trace').length"
+    before = browser.execute_script(count)
+    button = browser.find_element("css selector", "[data-plot='plot-why']")
+    browser.execute_script("arguments[0].click()", button)
+    wait.until(lambda d: d.execute_script(count) == before - 1)
+    assert button.get_attribute("aria-pressed") == "false"
+    assert [one for one in browser.get_log("browser") if one["level"] == "SEVERE"] == []

@@ -19,6 +19,7 @@ from cpsim.prediction.step_changes import NAMED
 from cpsim.report.records import prediction_record
 from cpsim.report.step_page import memory_view, step_report_html, timeline_view
 from cpsim.report.steps import step_advice_record, step_recommendation
+from cpsim.report.validation import closest, closest_html, closest_text
 
 TITAN = {
     "gpus": 8,
@@ -205,6 +206,19 @@ def test_the_report_of_a_step_has_what_the_terminal_has(nothing_fits, tmp_path):
     page = step_report_html(nothing_fits)
     assert "What comes nearest to fitting" in page
     assert "does not fit" in page
+
+
+def test_published_steps_that_are_closest_come_first_and_are_of_the_same_framework():
+    case = {"cluster": "dgx-b200", "model": "llama3.1-8b", "context": 8192, "framework": "megatron"}
+    for gpus in (16, 32):
+        scenario = scenario_from(case | {"gpus": gpus, "tokens": 32 * 8192})
+        found = closest(scenario, 1, 5)
+        assert {one.group for one in found} == {"megatron"}
+        assert (found[0].gpu, found[0].gpus, found[0].context) == ("B200", gpus, 8192)
+        assert f"Closest published run: {found[0].what}," in closest_text(scenario, 1)
+        cells = re.findall(r"<tr><td>([^<]+)</td><td>(\w+)</td>", closest_html(scenario, 1))
+        assert cells[:5] == [(one.what, one.gpu) for one in found]
+    assert closest_html(scenario_from(case | {"gpus": 16, "tokens": 32 * 8192, "framework": "torch"}), 1) == ""
 
 
 @pytest.mark.parametrize("framework", ["megatron", "torch", "torchtitan", "huggingface"])

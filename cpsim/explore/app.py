@@ -36,7 +36,7 @@ from cpsim.report.page import TEMPLATES, asset, drawn, legend_html, shared_style
 from cpsim.report.step_page import step_front
 from cpsim.report.steps import step_recommendation
 from cpsim.report.views import TITLES, View
-from cpsim.report.words import case_text, documents_text, recommendation
+from cpsim.report.words import case_text, documents_text, recommendation, unbroken
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -264,12 +264,12 @@ def _filled(said: Said, theme: str) -> dict[str, Any]:
     legends = {f"{name}-legend": "" for name in views.PLOTS}
     legends |= {f"{name}-legend": legend_html(plot, name) for name, plot in zip(views.PLOTS, made, strict=False)}
     return {
-        "lead": said.lead,
+        "lead": unbroken(said.lead),
         "kind": said.kind,
         "case": f"{case_text(said.case)}; {documents_text(said.case)}" if said.case else "",
         "done": said.found.done,
         "total": said.found.total,
-        "caption": said.view.caption,
+        "caption": unbroken(said.view.caption),
         "html": {"front": said.front, "below": said.view.below, "notes": caveats_html(said.notes)} | legends,
         "plots": made + [no_update] * missing,
         "shown": sizes + [{"display": "none"}] * missing,

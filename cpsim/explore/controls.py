@@ -20,6 +20,7 @@ from cpsim.prediction.step.frameworks import DEFAULT, FRAMEWORKS
 from cpsim.report.axes import AXES
 from cpsim.report.views import TITLES
 from cpsim.strategies import STRATEGIES
+from cpsim.strategies.others import IMPLEMENTATIONS
 from cpsim.units import number_or_text
 
 State = Mapping[str, Any]
@@ -80,6 +81,7 @@ def controls(start: Scenario) -> tuple[Control, ...]:
         Control(name="kv_heads", label="key-value heads", is_number=True, of=ATTENTION),
         Control(name="head_dim", label="head dimension", is_number=True, of=ATTENTION),
         Control(name="kernel", label="kernel", choices=kernel_names(), of=ATTENTION),
+        Control(name="implementation", label="whose code", choices=tuple(IMPLEMENTATIONS), of=ATTENTION),
         Control(name="strategy", label="strategy shown", choices=(BEST, *STRATEGIES), of=ATTENTION),
         Control(name="ranks", label="ranks shown, or empty", hint="a few", of=ATTENTION),
         Control(name="across", label="map: to the right", choices=tuple(AXES), of=ATTENTION),
@@ -110,10 +112,9 @@ def state_of(scenario: Scenario) -> dict[str, Any]:
         ScenarioError: its cluster cannot be read, or controls cannot say what it says.
     """
     named = isinstance(scenario.model, str) and scenario.is_step
-    if not (named or scenario.model is None) or scenario.implementation != "cpsim":
+    if not (named or scenario.model is None):
         raise ScenarioError(
-            "explore: shows attention of cpsim's own code and steps of models with a name; leave dimensions of a "
-            "model, part and implementation out"
+            "explore: shows attention and steps of models with a name; leave dimensions of a model, and part, out"
         )
     said = scenario.parallel.model_dump(exclude_none=True) if scenario.parallel else {}
     step = {
@@ -156,6 +157,7 @@ def _attention_state(scenario: Scenario) -> dict[str, Any]:
         "kv_heads": scenario.kv_heads,
         "head_dim": scenario.head_dim,
         "kernel": scenario.kernel,
+        "implementation": scenario.implementation,
         "strategy": scenario.strategy or BEST,
         "ranks": "",
         "across": "tokens",
@@ -182,7 +184,8 @@ def scenario_of(state: State, known: Sequence[Control]) -> Scenario:
     fields: dict[str, Any] = {
         name: _whole(state, name) for name in ("tokens_per_gpu", "gpus", "heads", "kv_heads", "head_dim")
     }
-    fields |= {"kernel": state["kernel"], "cluster": _cluster(state), "mask": _mask(state)}
+    fields |= {name: state[name] for name in ("kernel", "implementation")}
+    fields |= {"cluster": _cluster(state), "mask": _mask(state)}
     if state["documents"] == GIVEN_LENGTHS:
         parts = str(state.get("lengths") or "").split(",")
         fields["documents"] = [_whole({"lengths": part}, "lengths") for part in parts]

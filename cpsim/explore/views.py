@@ -57,16 +57,17 @@ def make_view(state: State, known: Known, runs: Sequence[Run], controls: Sequenc
             return replace(ranking, below=_offers(known) + ranking.below)
 
 
-def checked_view() -> View:
-    """Errors of everything that was compared."""
-    return View(plots=(validation.scatter(),), caption=validation.CAPTION, columns=validation.validation_columns)
+def checked_view(below: str = "") -> View:
+    """Errors of everything that was compared; ``below`` is HTML under the figure."""
+    columns = validation.validation_columns
+    return View(plots=(validation.scatter(),), caption=validation.CAPTION, below=below, columns=columns)
 
 
 def step_view(state: State, advice: StepAdvice, opened: Opened | None) -> View:
     """The view of a training step that the page is at; ``opened`` is what is recommended in time, where it is there."""
     match state.get("view"):
         case "checked":
-            return checked_view()
+            return checked_view(step_page.closest_html(advice))
         case "memory":
             return step_page.memory_view(advice)
         case "timeline":
@@ -124,7 +125,7 @@ def chosen_case(advice: Advice, view: View) -> Scenario:
 def _offers(known: Known) -> str:
     """Buttons for what is not tried unless somebody asks, as HTML."""
     words = " ".join(f'<button data-strategy="{escape(name)}">{escape(name)}</button>' for name in known.left_out)
-    return f'<p class="muted">Not tried unless you ask, for the reasons below: {words}</p>' if words else ""
+    return f'<p class="muted ask">Not tried unless you ask, for the reasons below: {words}</p>' if words else ""
 
 
 def _of_one(name: str, chosen: Candidate, ranks: Sequence[int]) -> View:

@@ -13,7 +13,7 @@ Two things keep large machines affordable:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -59,6 +59,8 @@ class PassResult:
     planning: Planning
     simulated: tuple[tuple[Timeline, Priced], ...]
     """The simulation that it is read from; of a continued ring the two rings that give the line."""
+    surely_s: Mapping[Pass, float] = field(default_factory=dict)
+    """What passes of the case surely take that compute what this one does, as far as somebody asked."""
     beyond: float = 0.0
     """How far a continued ring lies behind the longer of the two, in distances between them."""
 
@@ -139,7 +141,8 @@ def least_backward_s(case: Case, forward: PassResult) -> float:
     """
     if case.scenario.strategy in REPLANNED or len(forward.schedules) > 1:
         return forward.time_s
-    return max(forward.time_s, _surely_s(case, forward.schedules[0], "bwd"))
+    known = forward.surely_s.get("bwd")
+    return max(forward.time_s, _surely_s(case, forward.schedules[0], "bwd") if known is None else known)
 
 
 def _surely_s(case: Case, schedule: Schedule, pass_: Pass) -> float:
@@ -216,9 +219,12 @@ def _simulated(
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = _memory_of(schedule, case)
     _check_memory(folded, memory, tokens)
+    surely = dict[Pass, float]()
     if most_s < float("inf"):
         again = pass_ == "fwd" and "bwd" in case.scenario.passes and scenario.strategy not in REPLANNED
-        if sum(_surely_s(folded, schedule, one) for one in ((pass_, "bwd") if again else (pass_,))) > most_s:
+        alike: tuple[Pass, ...] = (pass_, "bwd") if again else (pass_,)
+        surely = {one: _surely_s(folded, schedule, one) for one in alike}
+        if sum(surely.values()) > most_s:
             raise TooSlowError
     given = replace(case.conditions(), cluster=cluster, alike=num_gpus / cluster.num_gpus)
     priced = price(schedule, replace(given, ahead_s=max(ahead_s, given.ahead_s)))
@@ -231,6 +237,7 @@ def _simulated(
         notes=(*notes, *_notes(case, schedule, pass_), *priced.notes),
         planning=schedule.planning,
         simulated=((timeline, priced),),
+        surely_s=surely,
     )
 
 

@@ -22,6 +22,8 @@ FEW_NODES: Final = 6
 """A case of at most so many nodes is small."""
 NETWORKS: Final = (0.25, 0.5, 1, 2, 4)
 """Speeds of the network as multiples of the case's."""
+MOST_UNITS: Final = 10_000
+"""Of a unit of tokens, so many are more than a person reads."""
 PARTS: Final = (256, 64, 16, 4, 1)
 """Equal documents into which all tokens are cut."""
 Value = int | float
@@ -136,9 +138,9 @@ def _cut(scenario: Scenario, tokens: int, length: int) -> dict[str, Any]:
 
 
 def tokens_text(tokens: Value) -> str:
-    """Tokens as context lengths are said, e.g. ``768k``, where that is exact."""
+    """Tokens as context lengths are said, e.g. ``768k``, where that is exact and short."""
     for unit, name in ((2**20, "M"), (2**10, "k")):
-        if tokens % unit == 0:
+        if tokens % unit == 0 and tokens < MOST_UNITS * unit:
             return f"{tokens // unit}{name}"
     return format_count(tokens)
 

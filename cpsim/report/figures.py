@@ -7,9 +7,10 @@ check every value, which takes longer than to compute them. Templates are those 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from math import ceil, floor, log10
+from re import sub
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
@@ -77,8 +78,10 @@ EXPOSED: Final = "exposed communication"
 EXPOSED_COLOUR: Final = "#fca5a5"
 OUTLINED: Final = 100
 """From so many bars of a kind on, outlines would hide the bars."""
-LABEL: Final = 28
+LABEL: Final = 24
 """Letters of a line beside a bar."""
+LINE: Final = 16
+"""Height of such a line [px]."""
 FINE: Final = 2.5
 """Up to so many powers of ten, an axis has ticks between them."""
 NARROWEST: Final = 560
@@ -105,8 +108,19 @@ def house(height: int, top: int = 70) -> dict[str, Any]:
 
 
 def bar_label(text: str) -> str:
-    """What a bar is about, escaped, in lines that leave a narrow screen room for the bar."""
-    return "<br>".join(escape(line) for line in wrap(text, LABEL))
+    """What a bar is about, escaped, in lines that leave a narrow screen room for the bar; numbers stay beside their
+    names."""
+    return "<br>".join(escape(line) for line in wrap(sub(r"(\w) (\d)", "\\1\u00a0\\2", text), LABEL))
+
+
+def rows_height(labels: Collection[str], least: int) -> int:
+    """Height [px] of rows of bars, all as high as the longest label needs.
+
+    Args:
+        labels: of ``bar_label``, several lines perhaps.
+        least: of a row.
+    """
+    return len(labels) * max((least, *(LINE * (label.count("<br>") + 1) + 6 for label in labels)))
 
 
 def log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:

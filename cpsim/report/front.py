@@ -12,15 +12,27 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cpsim.case.resolve import cluster_of
 from cpsim.prediction.results import Advice, Candidate, inseparable
+from cpsim.report import validation
 from cpsim.report.caveats import caveats_html
-from cpsim.report.figures import Figure, bar_label, house, strategy_colour, titled
-from cpsim.report.page import page, section
-from cpsim.report.words import CLEAR, case_text, documents_text, interval_text, ms_text, percent_text, strategy_label
+from cpsim.report.figures import Figure, bar_label, house, rows_height, strategy_colour, titled
+from cpsim.report.page import figure, page, section
+from cpsim.report.words import (
+    CLEAR,
+    case_text,
+    documents_text,
+    interval_text,
+    ms_text,
+    percent_text,
+    strategy_label,
+    unbroken,
+)
 from cpsim.units import MS_PER_S, format_bytes, short_count
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
 
+CHECKED: Final = "checked"
+"""Where all that was checked is drawn, in a report and in the explorer."""
 TOP: Final = 4
 """Ways in the short ranking of the first screen."""
 WHY: Final = 5
@@ -64,6 +76,7 @@ def answered_page(
     *,
     known: bool,
     with_plots: bool,
+    closest: str = "",
 ) -> str:
     """A page that begins with the answer to a question and ends with the caveats.
 
@@ -75,12 +88,17 @@ def answered_page(
         notes: caveats.
         known: whether there is an answer.
         with_plots: whether sections have figures.
+        closest: HTML of what is closest among all that was checked.
     """
-    every = [*sections, *([("Caveats", "caveats", caveats_html(notes))] if notes else [])]
+    every = [*sections]
+    if with_plots:
+        every.append(("Checked", CHECKED, figure(validation.scatter(), CHECKED, validation.CAPTION) + closest))
+    if notes:
+        every.append(("Caveats", "caveats", caveats_html(notes)))
     case = f"{case_text(scenario)}; {documents_text(scenario)}"
     answer = (
         f'<section id="answer"><h1>{escape(question)}</h1><p class=muted>{escape(case)}</p>'
-        f'<p class="{"lead" if known else "lead none"}">{escape(said)}</p>{front}</section>'
+        f'<p class="{"lead" if known else "lead none"}">{escape(unbroken(said))}</p>{front}</section>'
     )
     links = {"Answer": "answer"} | {heading: name for heading, name, _ in every}
     return page(title, [answer, *(section(*one) for one in every)], with_plots=with_plots, links=links)
@@ -95,8 +113,8 @@ def facts_html(facts: Iterable[Fact]) -> str:
             over = ' class="over"' if fact.share > 1 else ""
             meter = f'<span class="meter"><i{over} style="width: {min(1.0, fact.share):.1%}"></i></span>'
         parts.append(
-            f"<div><dt>{escape(fact.name)}</dt><dd><strong>{escape(fact.value)}</strong>"
-            f"<span>{escape(fact.more)}</span>{meter}</dd></div>"
+            f"<div><dt>{escape(fact.name)}</dt><dd><strong>{escape(unbroken(fact.value))}</strong>"
+            f"<span>{escape(unbroken(fact.more))}</span>{meter}</dd></div>"
         )
     return f'<dl class="facts">{"".join(parts)}</dl>'
 
@@ -110,7 +128,9 @@ def beside(facts: Iterable[Fact], top: str, checked: str, per_token_s: float) ->
         checked: how well such numbers were checked.
         per_token_s: seconds of a token, by which answers are compared.
     """
-    known = f'<p class="checked"><b>Checked.</b> {escape(checked)}</p>'
+    known = (
+        f'<p class="checked"><a href="#{CHECKED}" data-view="{CHECKED}">Checked.</a> {escape(unbroken(checked))}</p>'
+    )
     return f'<div class="front" data-per-token="{per_token_s:.9g}">{facts_html(facts)}{top}{known}</div>'
 
 
@@ -150,8 +170,8 @@ def _facts(advice: Advice, best: Candidate) -> list[Fact]:
     scenario = advice.scenario
     limit = cluster_of(scenario).gpu.memory_bytes
     ties = len({one.scenario.strategy for one in advice.tied})
-    clear = best.probability_best >= CLEAR or ties == 1
-    sure = "clear" if clear else f"close, {ties} tie"
+    clear = best.probability_best >= CLEAR or len(advice.tied) == 1
+    sure = "clear" if clear else f"close, {ties} tie" if ties > 1 else "settings tie"
     return [
         Fact(
             name="Time, one layer",
@@ -184,12 +204,12 @@ def _top(advice: Advice) -> list[Line]:
     longest, fastest = max(one.total_s for one in shown), advice.candidates[0]
     lines = []
     for place, one in enumerate(shown, 1):
-        tie = "=" if len(advice.tied) > 1 and inseparable(one.draws_s, fastest.draws_s) else ""
+        ties = len(advice.tied) > 1 and inseparable(one.draws_s, fastest.draws_s)
         later = one.total_s / best.total_s - 1
         more = "" if one is best or abs(later) < 0.005 else f" {later:+.0%}".replace("%", " %")
         lines.append(
             Line(
-                rank=f"{place}{tie}",
+                rank="1=" if ties else str(place),
                 label=strategy_label(one.scenario),
                 time=f"{ms_text(one.total_s)} ms{more}",
                 share=one.total_s / longest,
@@ -281,7 +301,7 @@ def why(candidates: Sequence[Candidate]) -> Figure:
     widest = max(one.total_s_high for one in candidates) * MS_PER_S
     axes = {
         "yaxis": {"autorange": "reversed", "automargin": True},
-        "xaxis": titled("time [ms]", range=[0, widest * 1.05], tickangle=0, nticks=9),
+        "xaxis": titled("time [ms]", range=[0, widest * 1.05], tickangle=0),
     }
-    layout = house(170 + 40 * len(candidates), top=95) | axes | {"barmode": "stack"}
+    layout = house(170 + rows_height(labels, 40), top=95) | axes | {"barmode": "stack"}
     return {"data": data, "layout": layout}

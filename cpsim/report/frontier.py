@@ -15,6 +15,7 @@ from cpsim.prediction.results import REFUSALS, Refusal
 from cpsim.prediction.shortlist import NEAR, Shortlist, shortlist
 from cpsim.report.axes import Around, Spot
 from cpsim.report.lengths import best_of_strategies
+from cpsim.report.page import folded, table
 from cpsim.report.words import least_lacking, ms_text, percent_text, strategy_label
 from cpsim.units import format_count
 
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 MAP_CAPTION: Final = (
     "What `cpsim advise` recommends in each cell, forward and backward, with all strategies and settings tried anew. "
     f"Hatched: another strategy is within {percent_text(NEAR - 1)} and cannot be told from it. Cells without a "
-    "strategy say why. Hover for settings, ties and reasons; the outlined cell is the case. Given documents are scaled."
+    "strategy say why, here and below. Hover for settings, ties and reasons; the outlined cell is the case. Given "
+    "documents are scaled."
 )
+SMALLEST: Final = 8
+"""Letters in cells, which are all as small as the narrowest needs, but not smaller than this [px]."""
 BLANKS: Final[dict[Refusal | None, tuple[str, str]]] = {
     "does_not_fit": ("#475569", "x"),
     "not_measured": ("#94a3b8", "."),
@@ -148,7 +152,26 @@ def frontier(around: Around, found: Sequence[Cell]) -> Figure:
         for name, axis, values in zip(("xaxis", "yaxis"), around.axes, around.values, strict=True)
     }
     layout = house(190 + 62 * len(around.values[1])) | axes | {"barmode": "overlay", "bargap": 0}
+    layout["uniformtext"] = {"minsize": SMALLEST, "mode": "show"}
     return {"data": data or [{"type": "bar", "x": [], "y": []}], "layout": layout | {"shapes": _outline(around)}}
+
+
+def blanks_html(around: Around, found: Sequence[Cell]) -> str:
+    """Why cells have no answer, folded; nothing where all have one."""
+    blanks = [cell for cell in found if not cell.strategy]
+    if not blanks:
+        return ""
+    rows = [(_at(around, cell), REFUSALS[cell.kind].replace(" ", "\u00a0"), cell.reason) for cell in blanks]
+    title = f"Cells without an answer: {len(blanks)}, each with its reason"
+    return folded(title, table(("cell", "what", "why"), rows, num_text=3))
+
+
+def _at(around: Around, cell: Cell) -> str:
+    """Where a cell is, in words."""
+    return ", ".join(
+        f"{axis.title}: {axis.text(values[place])}"
+        for axis, values, place in zip(around.axes, around.values, cell.spot.at, strict=True)
+    )
 
 
 def _trace(around: Around, name: str, here: Sequence[Cell]) -> dict[str, Any]:
@@ -235,12 +258,7 @@ def _outline(around: Around) -> list[dict[str, Any]]:
 
 def _cell_text(around: Around, cell: Cell) -> str:
     """What a cell says when one points at it."""
-    right, up = around.values
-    at = ", ".join(
-        f"{axis.title}: {axis.text(values[place])}"
-        for axis, values, place in zip(around.axes, (right, up), cell.spot.at, strict=True)
-    )
-    lines = [at, *([escape(cell.spot.note)] if cell.spot.note else [])]
+    lines = [_at(around, cell), *([escape(cell.spot.note)] if cell.spot.note else [])]
     lines.append(f"<b>{escape(cell.label)}</b>: {ms_text(cell.time_s)} ms")
     if cell.stands_in:
         lines.append(f"not measured: estimated from kernel {escape(cell.stands_in)}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpsim.report.figures import PALETTE, Figure, bar_label, house, titled
+from cpsim.report.figures import PALETTE, Figure, bar_label, house, rows_height, titled
 from cpsim.report.words import strategy_label
 from cpsim.units import MS_PER_S
 
@@ -62,7 +62,7 @@ def measured(pairs: Sequence[Pair]) -> Figure:
         "xaxis": titled("time, slowest GPU [ms]", rangemode="tozero"),
         "yaxis": {"autorange": "reversed", "automargin": True},
     }
-    return {"data": data, "layout": house(170 + 40 * len(set(labels))) | axes}
+    return {"data": data, "layout": house(170 + rows_height(set(labels), 40)) | axes}
 
 
 def _label(pair: Pair) -> str:

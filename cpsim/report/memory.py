@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cpsim.report.figures import BACKWARD, FORWARD, Figure, bar_label, house, titled
+from cpsim.report.figures import BACKWARD, FORWARD, Figure, bar_label, house, rows_height, titled
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.words import strategy_label
 
@@ -41,7 +41,10 @@ def peaks(advice: Advice, limit_bytes: int) -> Figure:
     fullest = max((candidate.peak_memory_bytes for candidate in best), default=0)
     far = fullest <= limit_bytes / 4  # the line would squeeze the bars
     axes = {"xaxis": titled("memory [GB]"), "yaxis": {"autorange": "reversed", "automargin": True}}
-    return {"data": data, "layout": house(150 + 42 * len(best)) | axes | ({} if far else limit(limit_bytes / GB))}
+    return {
+        "data": data,
+        "layout": house(150 + rows_height(labels, 42)) | axes | ({} if far else limit(limit_bytes / GB)),
+    }
 
 
 def limit(x: float) -> dict[str, Any]:

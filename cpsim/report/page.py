@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cpsim.report.figures import PALETTE
+from cpsim.report.words import unbroken
 
 BARE_TOP: Final = 12
 TITLED_TOP: Final = 34
@@ -116,7 +117,7 @@ def figure(made: Any, name: str, caption: str) -> str:
     place = f'<div class="wide"{focus}><div id="plot-{name}" style="{style}"></div></div>'
     plot = f'{place}<script>show("plot-{name}", {to_json_plotly(values)})</script>'
     legend = f'<div class="legend">{legend_html(values, f"plot-{name}")}</div>'
-    return f'<figure class="card">{legend}{plot}<figcaption>{escape(caption)}</figcaption></figure>'
+    return f'<figure class="card">{legend}{plot}<figcaption>{escape(unbroken(caption))}</figcaption></figure>'
 
 
 def drawn(made: Mapping[str, Any]) -> dict[str, Any]:

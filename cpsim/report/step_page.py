@@ -14,7 +14,7 @@ from cpsim.prediction.results import REFUSALS
 from cpsim.prediction.step_advice import opened, reasons, words
 from cpsim.report import front, step_timeline, validation
 from cpsim.report.answer import evidence_text, launch
-from cpsim.report.figures import Figure, bar_label, house, strategy_colour, titled
+from cpsim.report.figures import Figure, bar_label, house, rows_height, strategy_colour, titled
 from cpsim.report.memory import GB, limit
 from cpsim.report.page import Group, folded, grouped_table, table
 from cpsim.report.steps import candidate_row, grouped, memory_text, slower_text, step_recommendation
@@ -80,6 +80,7 @@ def step_report_html(advice: StepAdvice) -> str:
         advice.notes,
         known=bool(advice.candidates),
         with_plots=bool(advice.candidates or advice.nearest),
+        closest=closest_html(advice),
     )
 
 
@@ -130,12 +131,12 @@ def _top(advice: StepAdvice, best: StepCandidate) -> list[front.Line]:
     longest = max(one.step.time_s for one in shown)
     lines = []
     for place, one in enumerate(shown, 1):
-        tie = "=" * (len(advice.tied) > 1 and any(one is other for other in advice.tied))
+        ties = len(advice.tied) > 1 and any(one is other for other in advice.tied)
         later = one.step.time_s / best.step.time_s - 1
         more = "" if one is best or abs(later) < 0.005 else f" {later:+.0%}".replace("%", " %")
         lines.append(
             front.Line(
-                rank=f"{place}{tie}",
+                rank="1=" if ties else str(place),
                 label=_label(one),
                 time=f"{seconds_text(one.step.time_s)} s{more}",
                 share=one.step.time_s / longest,
@@ -147,6 +148,12 @@ def _top(advice: StepAdvice, best: StepCandidate) -> list[front.Line]:
 
 def _label(one: StepCandidate) -> str:
     return f"{words(one.parallel)}, {strategy_label(one.prediction.scenario)}"
+
+
+def closest_html(advice: StepAdvice) -> str:
+    """Published steps that are closest to what is recommended, or to what comes nearest to fitting."""
+    best = advice.foremost
+    return validation.closest_html(best.prediction.scenario, best.parallel.cp) if best else ""
 
 
 def paste(advice: StepAdvice) -> View:
@@ -254,8 +261,7 @@ def _stacked(
         if any(row[name] for row in parts)
     ]
     axes = {"xaxis": titled(axis), "yaxis": {"autorange": "reversed", "automargin": True}}
-    lines = sum(label.count("<br>") + 2 for label in labels)
-    return {"data": data, "layout": house(170 + 16 * lines, top=95) | axes | {"barmode": "stack"}}
+    return {"data": data, "layout": house(170 + rows_height(labels, 32), top=95) | axes | {"barmode": "stack"}}
 
 
 def time_bars(shown: Sequence[StepCandidate]) -> Figure:

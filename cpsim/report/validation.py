@@ -19,6 +19,7 @@ import numpy as np
 from cpsim.case.resolve import cluster_of, model_of
 from cpsim.prediction.step.frameworks import DEFAULT
 from cpsim.report.figures import PALETTE, Figure, house, log_axis, titled
+from cpsim.report.page import table
 from cpsim.report.words import percent_text, seconds_text, signed_percent
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 EXPERTS: Final = " with experts"
 GPU_APART, CP_APART = 1.0, 1.0
 """How far other GPUs, and no context parallelism instead of some, are apart, in doublings of a size."""
+CLOSEST: Final = 8
+"""Published steps in the table of the closest ones."""
+CLOSEST_HEAD: Final = ("run", "GPU", "GPUs", "cp", "sequence", "measured s", "predicted")
 SYMBOLS: Final = ("circle", "square", "diamond", "cross", "x", "triangle-up", "triangle-down", "star", "hexagon")
 CAPTION: Final = (
     "Every run that was predicted and not fitted: attention, layers and steps on our machines, and steps that others "
@@ -62,12 +66,13 @@ def compared() -> tuple[Compared, ...]:
     return tuple(Compared(*row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
 
 
-def closest(scenario: Scenario, cp: int) -> Compared | None:
-    """The published step that is most like a step, of the same framework; None where it has none.
+def closest(scenario: Scenario, cp: int, count: int = 1) -> list[Compared]:
+    """The published steps that are most like a step, of the same framework; none where it has none.
 
     Args:
         scenario: a training step.
         cp: its context-parallel ranks.
+        count: how many, at most.
     """
     name = scenario.framework or DEFAULT
     kind = name + EXPERTS * scenario._has_experts
@@ -78,19 +83,37 @@ def closest(scenario: Scenario, cp: int) -> Compared | None:
         far = sum(abs(log2(a / b)) for a, b in sizes if a and b)
         return far + GPU_APART * (one.gpu.upper() != gpu) + CP_APART * ((one.cp > 1) != (cp > 1))
 
-    return min((one for one in compared() if one.group == kind), key=apart, default=None)
+    return sorted((one for one in compared() if one.group == kind), key=apart)[:count]
 
 
 def closest_text(scenario: Scenario, cp: int) -> str:
     """The same in a sentence."""
-    one = closest(scenario, cp)
-    if one is None:
+    found = closest(scenario, cp)
+    if not found:
         return f"No published step of {scenario.framework or DEFAULT} is known."
+    one = found[0]
     context = f", sequences of {one.context:,}" if one.context else ""
     return (
         f"Closest published run: {one.what}, {one.gpus} {one.gpu}{context}: {seconds_text(one.seconds)} s, predicted "
         f"{signed_percent(one.error)}."
     )
+
+
+def closest_html(scenario: Scenario, cp: int) -> str:
+    """The published steps that are closest to one as a table, nearest first; nothing where there are none."""
+    rows = [
+        (
+            one.what,
+            one.gpu,
+            str(one.gpus),
+            str(one.cp),
+            f"{one.context:,}" if one.context else "",
+            seconds_text(one.seconds),
+            signed_percent(one.error),
+        )
+        for one in closest(scenario, cp, CLOSEST)
+    ]
+    return f"<h3>Closest published steps</h3>{table(CLOSEST_HEAD, rows, num_text=2)}" if rows else ""
 
 
 def validation_columns() -> dict[str, Column]:

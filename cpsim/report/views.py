@@ -14,7 +14,7 @@ from cpsim.prediction.compare import compare, group_key, predict_runs
 from cpsim.prediction.results import REFUSALS
 from cpsim.report import figures, front, memory, shards
 from cpsim.report.axes import Around
-from cpsim.report.frontier import MAP_CAPTION, cell_columns, frontier
+from cpsim.report.frontier import MAP_CAPTION, blanks_html, cell_columns, frontier
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.measured import measured as measured_figure
 from cpsim.report.measured import measured_columns
@@ -133,7 +133,12 @@ def _ranked(one: Candidate) -> tuple[str, ...]:
 
 def best_map(around: Around, found: Sequence[Cell]) -> View:
     """The best strategy of every cell of a map, as far as cells are found."""
-    return View(plots=(frontier(around, found),), caption=MAP_CAPTION, columns=lambda: cell_columns(around, found))
+    return View(
+        plots=(frontier(around, found),),
+        caption=MAP_CAPTION,
+        below=blanks_html(around, found),
+        columns=lambda: cell_columns(around, found),
+    )
 
 
 def timeline(chosen: Candidate, ranks: Sequence[int]) -> View:

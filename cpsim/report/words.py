@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from re import sub
 from typing import TYPE_CHECKING, Any
 
 from cpsim.case.resolve import model_of
 from cpsim.prediction.step.frameworks import DEFAULT
+from cpsim.strategies.others import CPSIM
 from cpsim.units import MS_PER_S, format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
 
 
+def unbroken(text: str) -> str:
+    """Text of a page in which numbers stay beside their units."""
+    return sub(r"(\d) (%|ms|s|[kMG]B|GPUs?|TFLOP/s)(?!\w)", "\\1\u00a0\\2", text)
+
+
 def percent_text(share: float) -> str:
     """A share of 0 to 1 in percent, e.g. ``12 %``."""
     return f"{share:.0%}".replace("%", " %")
@@ -84,10 +91,11 @@ def case_text(scenario: Scenario) -> str:
     part = f"a {scenario.part or 'step'} of {model_text(scenario)}, " if scenario.model else ""
     cached = f", {format_count(scenario.cached)} of them cached" if scenario.cached else ""
     sinks = " with sinks" if scenario.sinks else ""
+    code = f" in {scenario.implementation}" if scenario.implementation != CPSIM.name else ""
     return (
         f"{part}{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU){cached}, {mask_text(scenario)} mask, "
         f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}{sinks}, {scenario.dtype}, "
-        f"{scenario.kernel} on {scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''} of {scenario.cluster}"
+        f"{scenario.kernel}{code} on {scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''} of {scenario.cluster}"
     )
 
 

@@ -96,8 +96,9 @@ document.addEventListener("change", (event) => {
 // Tables offer strategies that were left out, and link to other cases: neither loads the page again.
 document.addEventListener("click", (event) => {
   const offer = event.target.closest("[data-strategy]"), link = event.target.closest("#below a");
-  const tab = event.target.closest("[data-view]");
+  const tab = event.target.closest("[data-view]"); // or a link to one
   if (tab) {
+    event.preventDefault();
     window.dash_clientside.set_props("view", { value: tab.dataset.view });
   } else if (event.target.closest("#dark")) {
     const dark = document.documentElement.dataset.theme === "dark";
@@ -118,7 +119,7 @@ document.addEventListener("click", (event) => {
 
 // Arrows go from tab to tab, as ARIA has it.
 document.addEventListener("keydown", (event) => {
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], tab = event.target.closest("[data-view]");
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], tab = event.target.closest("#views [data-view]");
   if (tab && step) {
     const tabs = [...tab.parentElement.children].filter((one) => !one.hidden);
     const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
@@ -132,7 +133,7 @@ const OF_ATTENTION = ["map", "mask", "measured"], OF_STEPS = ["paste"];
 function select(view, isStep) {
   const missing = isStep ? OF_ATTENTION : OF_STEPS;
   const shown = missing.includes(view) ? "ranking" : view;
-  for (const tab of document.querySelectorAll("[data-view]")) {
+  for (const tab of document.querySelectorAll("#views [data-view]")) {
     const chosen = tab.dataset.view === shown;
     tab.hidden = missing.includes(tab.dataset.view);
     tab.setAttribute("aria-selected", chosen);

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.workload import mean_head_bytes
-from cpsim.masks.blocks import Visits, causal_windows
-from cpsim.masks.slices import Ints
+from cpsim.masks.blocks import Visits
+from cpsim.masks.slices import UNCUT, Ints
 from cpsim.masks.tiles import CAUSAL, Sequences, Tiles, sequences
 from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
 from cpsim.models.attention.params import AttentionParams, calls, clocked_seconds, listed_calls
@@ -175,14 +175,28 @@ def _same(start, q_len, k_len, causal, left, right, one, other):  # type: ignore
 def _sequences_of(found: Sequences, tiles: Ints) -> tuple[tuple[Ints, Ints, Ints, NDArray[np.bool_]], Ints]:
     """Sequences of some tiles as kernels are priced: offsets, query and key lengths, whether they are causal; and the
     windows of their calls."""
-    first, num = found.start[tiles], np.diff(found.start)[tiles]
-    start = np.concatenate(([0], np.cumsum(num)))
-    which = np.repeat(first - start[:-1], num) + np.arange(start[-1])
-    q_len, k_len = ((found.q_len - found.unseen)[which].astype(np.int64), found.k_len[which].astype(np.int64))
-    causal = found.flags[which] & CAUSAL > 0
-    windowed = np.repeat(found.one_window[tiles], num)
-    window = np.where(windowed[:, None], np.repeat(found.windows[tiles], num, axis=0), causal_windows(causal))
+    start = np.concatenate(([0], np.cumsum(np.diff(found.start)[tiles])))
+    q_len, k_len, causal = np.empty(start[-1], np.int64), np.empty(start[-1], np.int64), np.empty(start[-1], np.bool_)
+    window = np.empty((start[-1], 2), np.int64)
+    lengths = found.start, found.q_len, found.k_len, found.unseen, found.flags
+    _pick(*lengths, found.one_window, found.windows, tiles, start, q_len, k_len, causal, window)
     return (start, q_len, k_len, causal), window
+
+
+@compiled()
+def _pick(  # type: ignore[no-untyped-def]
+    first, queries, keys, unseen, flags, one_window, windows, tiles, start, q_len, k_len, causal, window
+):
+    """Fills in what begins with ``q_len``: of the sequences of some tiles, which go to ``start``."""
+    for i in range(len(tiles)):
+        tile, at = tiles[i], start[i]
+        for one in range(first[tile], first[tile + 1]):
+            q_len[at], k_len[at], causal[at] = queries[one] - unseen[one], keys[one], flags[one] & CAUSAL > 0
+            if one_window[tile]:
+                window[at, 0], window[at, 1] = windows[tile, 0], windows[tile, 1]
+            else:
+                window[at, 0], window[at, 1] = UNCUT, 0 if causal[at] else UNCUT
+            at += 1
 
 
 @lru_cache(maxsize=4)

@@ -247,6 +247,17 @@ def _change_home(x, to, home, users, row_start, key, nbytes, area, received, sen
     home[x] = to
 
 
+@inlined()
+def _bring_back(x, was, to, home, users, row_start, key, area, load):  # type: ignore[no-untyped-def]
+    """As ``_change_home``, but for what parts receive and send."""
+    load[was] -= area[x]
+    load[to] += area[x]
+    for at in range(row_start[x], row_start[x + 1]):
+        users[key[at], was] -= 1
+        users[key[at], to] += 1
+    home[x] = to
+
+
 @compiled()
 def swap_homes(home, slot, held, most, tokens, row_start, key, nbytes, area, cap, price, pairs, luck):  # type: ignore[no-untyped-def]
     """Swap token blocks of two parts, with the computation of their queries, by simulated annealing.
@@ -281,17 +292,20 @@ def swap_homes(home, slot, held, most, tokens, row_start, key, nbytes, area, cap
                     sent[home[j]] += nbytes[j]
     cost = cost_of(received, sent, load, cap, price)
     best, best_home, best_slot, best_held = cost, home.copy(), slot.copy(), held.copy()
+    received_before, sent_before = np.empty(num_parts), np.empty(num_parts)
     for trial in range(len(pairs)):
         x, y = pairs[trial]
         a, b, more = home[x], home[y], tokens[x] - tokens[y]
         at_x, at_y = held[slot[x]] - more, held[slot[y]] + more
         if a == b or min(at_x, at_y) < fewest or max(at_x, at_y) > fewest + most:
             continue
+        for p in range(num_parts):
+            received_before[p], sent_before[p] = received[p], sent[p]
         _change_home(x, b, home, users, row_start, key, nbytes, area, received, sent, load)
         _change_home(y, a, home, users, row_start, key, nbytes, area, received, sent, load)
         found = cost_of(received, sent, load, cap, price)
         heat = best * 10.0 ** (-2 - 3 * trial / len(pairs))
-        if found - cost <= -heat * np.log(luck[trial]):
+        if found <= cost or found - cost <= -heat * np.log(luck[trial]):
             cost = found
             held[slot[x]], held[slot[y]] = at_x, at_y
             slot[x], slot[y] = slot[y], slot[x]
@@ -299,6 +313,8 @@ def swap_homes(home, slot, held, most, tokens, row_start, key, nbytes, area, cap
                 best = cost
                 best_home[:], best_slot[:], best_held[:] = home, slot, held
         else:
-            _change_home(y, b, home, users, row_start, key, nbytes, area, received, sent, load)
-            _change_home(x, a, home, users, row_start, key, nbytes, area, received, sent, load)
+            _bring_back(y, a, b, home, users, row_start, key, area, load)
+            _bring_back(x, b, a, home, users, row_start, key, area, load)
+            for p in range(num_parts):  # bytes are whole numbers, and what was added is exactly gone
+                received[p], sent[p] = received_before[p], sent_before[p]
     home[:], slot[:], held[:] = best_home, best_slot, best_held

@@ -107,7 +107,7 @@ def test_logs_of_two_nodes_give_the_network_between_them(write, tmp_path):
 def test_logs_of_a_node_replace_the_network_of_a_profile(write, tmp_path):
     paths = [write(f"{t}.log", log(t, ["a"], 2e-5, 3.6e11)) for t in (*BUS, "sendrecv")]
     cpsim("import", *paths, "--out", tmp_path / "points.jsonl")
-    files = [load(PUBLISHED / "h100-fa3.jsonl"), load(tmp_path / "points.jsonl")]
+    files = [load(PUBLISHED / "h100-magi.jsonl"), load(tmp_path / "points.jsonl")]
     profile = fit.fit_profile(files, "mine", StandIn.of(load_profile("h100"), None))
     seconds = float(collective_seconds(profile.collective, "all_gather", 2**28, 8))
     assert seconds == pytest.approx(2e-5 + 2**28 * 7 / 8 / 3.6e11, rel=0.03)
@@ -268,7 +268,7 @@ def test_pairs_of_split_keys_take_as_much_longer_as_all_on_a_gpu_of_which_few_ca
 
 
 def test_few_points_fit_few_parameters_near_the_kernel_that_stands_in():
-    points = [p for p in load(PUBLISHED / "h100-fa3.jsonl").points if p["pass"] == "fwd"]
+    points = [p for p in load(PUBLISHED / "h100-magi.jsonl").points if p["pass"] == "fwd"]
     start = StandIn.of(load_profile("h100"), None).start(("fa3", "fwd"))
     made = fit_attention.fit_few(points, start, fit_attention.FITTED_TO_FEW)
     assert made.traffic_s_per_byte == start.traffic_s_per_byte

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import datetime
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,9 @@ from cpsim.calibrate.topology import describes_a_node
 from cpsim.case.files import as_profile_error, read_text
 from cpsim.case.gpu import gpu_of_driver, gpus
 from cpsim.errors import QUOTED, ProfileError, cut, plain, shown
+from cpsim.masks.names import MASK_NAMES, Value, read_options
+from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.kernels import KERNELS
 from cpsim.units import MEASURED_S, Quantity, number_or_text
 
@@ -29,9 +33,13 @@ _COLUMNS: Final = {
     "tflop_per_s": "tflops",
     "tflops_per_s": "tflops",
 }
+OUT_OF_MEMORY: Final = "OOM"
 _RATE: Final = Quantity("FLOP/s", 1e6, 1e19)
 _NEEDED: Final = ("kernel", "pass", "mask", "tokens")
-_MASKS: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
+_CAUSAL: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
+"""Masks of plain calls, and whether they are causal."""
+_WINDOWS: Final = {"causal_sliding_window": 0, "full_sliding_window": UNCUT}
+"""Masks of windows: keys after a query's own that it sees; UNCUT: as many as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +56,11 @@ class Table:
 def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Point], list[str]]:
     """GPU and source, the points of a CSV table, and what was left out, in words.
 
-    Columns: kernel, pass (fwd, bwd), mask (full, causal; with a column `documents`, lengths separated by spaces, also
-    full_document, causal_document), tokens (8192 or 8k), tflops or ms, and where not given otherwise gpu, heads,
-    kv_heads, head_dim; rested (yes) where pauses between calls keep the full clock. Lines that begin with # say where
-    the table comes from.
+    Columns: kernel, pass (fwd, bwd), mask (any of `cpsim mask`), options (of the mask, as block=128 density=0.5),
+    documents (lengths separated by spaces; one of all tokens where there are none), tokens (8192 or 8k), tflops or ms,
+    and where not given otherwise gpu, heads, kv_heads, head_dim; rested (yes) where pauses between calls keep the full
+    clock. Lines that begin with # say where the table comes from. Left out are rows without a time or with documents
+    that are described (magi 20 x 1024: 20 packs of lengths of that name, of up to so many tokens).
 
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
@@ -130,9 +139,13 @@ def _unknown(row: dict[str, str]) -> str:
     mask = row["mask"].removesuffix("_mask")
     if (row["kernel"], row["pass"]) not in KERNELS:
         return plain(cut(f"kernel {row['kernel']} {row['pass']}", QUOTED)) + " has no model"
-    if mask not in _MASKS:
+    if mask not in MASK_NAMES:
         return plain(cut(f"mask {row['mask']}", QUOTED)) + " without a model"
-    return "documents without their lengths" if mask.endswith("document") and not row.get("documents") else ""
+    if (row.get("tflops") or row.get("ms") or OUT_OF_MEMORY).upper() == OUT_OF_MEMORY:
+        return "no time"
+    documents = row.get("documents", "")
+    apart = mask.endswith("document") and not documents
+    return "documents without their lengths" if apart or not re.fullmatch(r"[\d\s]*", documents) else ""
 
 
 def _kernel_point(row: dict[str, str], given: Table) -> Point:
@@ -143,8 +156,10 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
     tokens = row["tokens"].lower()
     total = _count(tokens.removesuffix("k"), "tokens") * (1024 if tokens.endswith("k") else 1)
     lens = [_count(n, "documents") for n in row["documents"].split()] if row.get("documents") else [total]
-    causal = _MASKS[row["mask"].removesuffix("_mask")]
-    area = sum(n * (n + 1) / 2 if causal else n * n for n in lens)
+    mask = row["mask"].removesuffix("_mask")
+    options = read_mask_options(mask, row.get("options", ""))
+    call = _call(mask, options)
+    area = float(mask_slices(mask, lens, options).areas().sum())
     flop = 4 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
     if "ms" in row:
         seconds = _number(row, "ms", "ms", MEASURED_S, 1e-3)
@@ -158,13 +173,35 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": dim,
-        "causal": causal,
-        "varlen": len(lens) > 1,
+        **call,
+        "varlen": len(lens) > 1 and "mask" not in call,
         "q_lens": lens,
         "k_lens": lens,
+        **({"area": int(area)} if "mask" in call else {}),
         **({"rested": True} if row.get("rested", "").lower() in ("yes", "true", "1") else {}),
         "samples_s": [seconds],
     }
+
+
+def read_mask_options(mask: str, text: str) -> dict[str, Value]:
+    """Options of a mask in a cell, as ``block=128 density=0.5``.
+
+    Raises:
+        ValueError: which is wrong and how.
+    """
+    given = dict(entry.partition("=")[::2] for entry in text.split())
+    return dict(read_options(mask, {name: number_or_text(value) for name, value in given.items()}))
+
+
+def _call(mask: str, options: Mapping[str, Value]) -> dict[str, Any]:
+    """Fields of a point that say its mask."""
+    if mask in _CAUSAL:
+        return {"causal": _CAUSAL[mask]}
+    if mask not in _WINDOWS:
+        return {"causal": False, "mask": mask, "options": dict(options)}
+    window = int(options.get("window", MASK_NAMES[mask].options["window"].default))  # type: ignore[arg-type]
+    after = window if _WINDOWS[mask] == UNCUT else _WINDOWS[mask]
+    return {"causal": after == 0, "window": [window, after]}
 
 
 def _count(text: str, name: str) -> int:

@@ -105,7 +105,7 @@ def _predicted_calls(
             np.repeat(column("causal", bool), counts),
             *heads,
             head_dim,
-            column("varlen", bool) | params.anatomy.gathers_keys,
+            column("varlen", bool) | params.anatomy.gathers_keys | params.anatomy.takes_slices,
             window=np.repeat([window_of(point) for point in points], counts, axis=0),
             value_dim=value_dim,
         )

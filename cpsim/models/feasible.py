@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cpsim.case.workload import LATENT, mean_head_bytes
 from cpsim.errors import InfeasibleError, UnmeasuredError
 from cpsim.masks.blocks import BLOCK, Visits, causal_windows, row_sequences, sequence_slices, table_of, visits
-from cpsim.masks.slices import Ints, Slices
+from cpsim.masks.slices import UNCUT, Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
 from cpsim.models.attention.kernels import KERNELS
 from cpsim.runtime.compiled import compiled
@@ -43,6 +43,8 @@ class Limits:
     """With any_mask: only masks of whole blocks of 128 x 128 tokens."""
     rectangles: bool = False
     """With any_mask: only masks of whole rectangles, of any sizes."""
+    hidden_runs: int = 0
+    """With any_mask: runs of queries that the mask may hide from a key; 0: any number."""
     backward: bool = True
     windows: Literal["", "causal", "both"] = ""
     """Windows that it takes as arguments: keys before a query's own, or on both sides."""
@@ -80,6 +82,10 @@ LIMITS: Final = {
     "sdpa_flash": Limits(places_results=False, copies_outputs=True, windows="both"),
     "fa2_ranges": Limits(any_mask=True),
     "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
+    "ffa": Limits(any_mask=True, sinks="both", max_head_dim=128),
+    "ffa_fa4": Limits(any_mask=True, sinks="both", max_head_dim=128),
+    "flash_mask": Limits(any_mask=True, hidden_runs=2),
+    "fa2_sparse": Limits(any_mask=True, whole_blocks=True, backward=False),
     "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flashinfer_fa2": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flex": Limits(places_results=False, any_mask=True, values="unmeasured"),
@@ -87,10 +93,21 @@ LIMITS: Final = {
     "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True, max_head_dim=1024),
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
-``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
+``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. ``ffa`` and ``ffa_fa4``: MagiAttention at
+2c64135 (magi_attention/functional). ``flash_mask``: PaddlePaddle's FlashMask (Wang et al., 2024), which has two bounds of
+hidden rows for each column, twice. ``fa2_sparse``: LongCA-bench, table 2. PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu). Sinks: of fa3 in
 vLLM's fork (vllm-project/flash-attention, pull request 75); of fa4 backward since July 2026 (Dao-AILab/flash-attention,
 pull request 2706); none of flash-attn 2 (issue 1797) and of PyTorch's functions."""
+UNMEASURED: Final = {
+    "fa2_ranges": "DCP's flash-attn 2 publishes no times of calls; `python -m studies dcp` takes them as fa2's",
+    "vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, on sm90",
+    "triton_vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, from sm80 on",
+    "sage": "SageAttention's bars have no numbers for Hopper; package sageattention runs it, int8 and FP8, forward alone",
+    "flash_mla": "a kernel of inference: its README states 660 TFLOP/s of dense decoding on H800 and no table; training "
+    "runs keys of 192 and values of 128, which cudnn was measured with",
+}
+"""Kernels of benchmarks without a price, and where one could come from."""
 DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal", values="measured", sinks="both")}
 """Kernels that others call without PyTorch: cuDNN through Transformer Engine, which has packed sequences (``thd``) and
 causal masks and windows that are aligned to the bottom right (``padding_causal_bottom_right``), and sinks
@@ -99,7 +116,7 @@ causal masks and windows that are aligned to the bottom right (``padding_causal_
 
 def kernel_names() -> tuple[str, ...]:
     """Names of the kernels that are known, those with a model first."""
-    return tuple(dict.fromkeys((*(kernel for kernel, _ in KERNELS), *LIMITS)))
+    return tuple(dict.fromkeys((*(kernel for kernel, _ in KERNELS), *LIMITS, *UNMEASURED)))
 
 
 def limits_of(kernel: str, direct: bool = False) -> Limits:
@@ -180,6 +197,8 @@ def check_calls(
         _check_blocks(kernel, tile_visits(schedule, ops, head_bytes))
     if limits.rectangles:
         _check_rectangles(kernel, schedule, ops, head_bytes)
+    if limits.hidden_runs:
+        _check_hidden(kernel, limits.hidden_runs, schedule, ops, head_bytes)
     if limits.any_mask:
         return
     used = np.zeros(len(found.one_call), np.bool_)
@@ -270,6 +289,37 @@ def _check_rectangles(kernel: str, schedule: Schedule, ops: Ints, head_bytes: in
         raise InfeasibleError(
             f"kernel {kernel} runs masks of whole rectangles; this strategy's share of the mask cuts some; use flex"
         ) from None
+
+
+def _check_hidden(kernel: str, most: int, schedule: Schedule, ops: Ints, head_bytes: int) -> None:
+    masks = _masks_of_tiles(schedule, ops, head_bytes)
+    runs = max((hidden_runs(slices, num_q) for _, slices, num_q, _ in masks), default=0)
+    if runs > most:
+        raise InfeasibleError(
+            f"kernel {kernel} runs masks that hide up to {most} runs of queries from a key; this strategy's share of the "
+            f"mask hides {runs}; use flex"
+        )
+
+
+def hidden_runs(mask: Slices, num_q: int) -> int:
+    """Most runs of queries that a mask of disjoint slices hides from one key, of the first, middle and last keys between
+    any two at which slices begin or end."""
+    edges = np.unique(np.concatenate((mask.k_start, mask.k_end)))
+    keys = np.unique(np.concatenate((edges[:-1], (edges[:-1] + edges[1:]) // 2, edges[1:] - 1)))
+    first, last = np.searchsorted(keys, mask.k_start), np.searchsorted(keys, mask.k_end)
+    row = np.repeat(np.arange(len(mask)), last - first)
+    at = np.arange(len(row)) - np.repeat(np.cumsum(last - first) - last, last - first)
+    key = keys[at]
+    begin = np.maximum(mask.q_start[row], key - mask.high[row])
+    end = np.minimum(mask.q_end[row], key - mask.low[row] + 1)
+    seen = begin < end
+    at, begin, end = at[seen], begin[seen], end[seen]
+    order = np.lexsort((begin, at))
+    at, begin, end = at[order], begin[order], end[order]
+    opens, closes = np.diff(at, prepend=-1) > 0, np.diff(at, append=-1) != 0
+    before = np.where(opens, 0, np.roll(end, 1))
+    hidden = np.bincount(at, (begin > before) + 0.0 + (closes & (end < num_q)), len(keys))
+    return int(hidden.max(initial=0.0))
 
 
 def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
@@ -383,6 +433,29 @@ def union(ranges: Ints) -> Ints:
     np.add.at(depth, np.searchsorted(edges, ranges[:, 1]), -1)
     change = np.diff((np.cumsum(depth) > 0).astype(np.int8), prepend=0)
     return np.stack([edges[change == 1], edges[change == -1]], axis=1)
+
+
+def sliced_sequences(
+    schedule: Schedule, ops: Ints, head_bytes: int
+) -> tuple[tuple[Ints, Ints, Ints, NDArray[np.bool_]], Ints]:
+    """As `dense_sequences`, for a kernel that takes a mask as slices, with the window of each."""
+    tables = {tile: windowed(slices) for tile, slices, _, _ in _masks_of_tiles(schedule, ops, head_bytes)}
+    none = np.zeros((0, 4), np.int64)
+    every = [tables.get(tile, none) for tile in range(len(schedule.tiles.area))]
+    start = np.concatenate([[0], np.cumsum([len(table) for table in every])])
+    q_len, k_len, left, right = np.concatenate(every).T
+    return (start, q_len, k_len, right >= 0), np.stack([left, right], axis=1)
+
+
+def windowed(mask: Slices) -> Ints:
+    """Queries and keys that each slice of a mask has, and the keys before and after a query's own that it sees where the
+    last query's own key is the last one, ``int64[M, 4]``; as windows of varlen calls."""
+    q0, q1, k0, k1, low, high = mask.table().T
+    k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
+    q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
+    left = np.where(low <= k0 - q1 + 1, UNCUT, k1 - q1 - low)
+    right = np.where(high >= k1 - 1 - q0, UNCUT, high - k1 + q1)
+    return np.stack([q1 - q0, k1 - k0, left, right], axis=1)[(q0 < q1) & (k0 < k1)]
 
 
 def dense_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:

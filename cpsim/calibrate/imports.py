@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import datetime
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.nccl_logs import Said, missing, read_nccl_log
 from cpsim.calibrate.points import read_point
 from cpsim.calibrate.topology import describes_a_node
+from cpsim.case.documents import DISTRIBUTIONS, draw_documents
 from cpsim.case.files import as_profile_error, read_text
 from cpsim.case.gpu import gpu_of_driver, gpus
 from cpsim.errors import QUOTED, ProfileError, cut, plain, shown
@@ -21,6 +21,7 @@ from cpsim.masks.names import MASK_NAMES, Value, read_options
 from cpsim.masks.shapes import mask_slices
 from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.kernels import KERNELS
+from cpsim.models.feasible import limits_of
 from cpsim.units import MEASURED_S, Quantity, number_or_text
 
 # --- tables of kernels ---
@@ -34,6 +35,7 @@ _COLUMNS: Final = {
     "tflops_per_s": "tflops",
 }
 OUT_OF_MEMORY: Final = "OOM"
+MOST_PACKS: Final = 100
 _RATE: Final = Quantity("FLOP/s", 1e6, 1e19)
 _NEEDED: Final = ("kernel", "pass", "mask", "tokens")
 _CAUSAL: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
@@ -57,10 +59,10 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     """GPU and source, the points of a CSV table, and what was left out, in words.
 
     Columns: kernel, pass (fwd, bwd), mask (any of `cpsim mask`), options (of the mask, as block=128 density=0.5),
-    documents (lengths separated by spaces; one of all tokens where there are none), tokens (8192 or 8k), tflops or ms,
-    and where not given otherwise gpu, heads, kv_heads, head_dim; rested (yes) where pauses between calls keep the full
-    clock. Lines that begin with # say where the table comes from. Left out are rows without a time or with documents
-    that are described (magi 20 x 1024: 20 packs of lengths of that name, of up to so many tokens).
+    documents (lengths separated by spaces, or packs as `packs_of` reads them, whose mean rate stands for that of the
+    pack with the median area; one of all tokens where there are none), tokens (8192 or 8k), tflops or ms, and where not
+    given otherwise gpu, heads, kv_heads, head_dim; rested (yes) where pauses between calls keep the full clock. Lines
+    that begin with # say where the table comes from.
 
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
@@ -143,9 +145,11 @@ def _unknown(row: dict[str, str]) -> str:
         return plain(cut(f"mask {row['mask']}", QUOTED)) + " without a model"
     if (row.get("tflops") or row.get("ms") or OUT_OF_MEMORY).upper() == OUT_OF_MEMORY:
         return "no time"
-    documents = row.get("documents", "")
-    apart = mask.endswith("document") and not documents
-    return "documents without their lengths" if apart or not re.fullmatch(r"[\d\s]*", documents) else ""
+    if not mask.endswith("document"):
+        return ""
+    if not row.get("documents"):
+        return "documents without their lengths"
+    return "" if limits_of(row["kernel"]).varlen else f"documents, which {row['kernel']} takes from other code alone"
 
 
 def _kernel_point(row: dict[str, str], given: Table) -> Point:
@@ -155,12 +159,14 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
     kv_heads, dim = _whole(row, "kv_heads", given.kv_heads or heads), _whole(row, "head_dim", given.head_dim)
     tokens = row["tokens"].lower()
     total = _count(tokens.removesuffix("k"), "tokens") * (1024 if tokens.endswith("k") else 1)
-    lens = [_count(n, "documents") for n in row["documents"].split()] if row.get("documents") else [total]
     mask = row["mask"].removesuffix("_mask")
     options = read_mask_options(mask, row.get("options", ""))
-    call = _call(mask, options)
-    area = float(mask_slices(mask, lens, options).areas().sum())
-    flop = 4 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
+    packs = packs_of(row.get("documents", ""), total)
+    areas = [int(mask_slices(mask, pack, options).areas().sum()) for pack in packs]
+    area, lens = sorted(zip(areas, packs, strict=True))[len(packs) // 2]
+    anatomy = KERNELS[row["kernel"], row["pass"]].anatomy
+    call = _call(mask, options, any_mask=anatomy.lists_blocks or anatomy.gathers_keys)
+    flop = 4.0 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
     if "ms" in row:
         seconds = _number(row, "ms", "ms", MEASURED_S, 1e-3)
     else:
@@ -175,9 +181,9 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
         "head_dim": dim,
         **call,
         "varlen": len(lens) > 1 and "mask" not in call,
-        "q_lens": lens,
-        "k_lens": lens,
-        **({"area": int(area)} if "mask" in call else {}),
+        "q_lens": list(lens),
+        "k_lens": list(lens),
+        **({"area": area} if "mask" in call else {}),
         **({"rested": True} if row.get("rested", "").lower() in ("yes", "true", "1") else {}),
         "samples_s": [seconds],
     }
@@ -193,11 +199,27 @@ def read_mask_options(mask: str, text: str) -> dict[str, Value]:
     return dict(read_options(mask, {name: number_or_text(value) for name, value in given.items()}))
 
 
-def _call(mask: str, options: Mapping[str, Value]) -> dict[str, Any]:
-    """Fields of a point that say its mask."""
+def packs_of(text: str, tokens: int) -> list[tuple[int, ...]]:
+    """Document lengths of every pack of a cell: of the one that it lists (``1000 3096``), or of drawn ones: ``magi 20 x
+    1024`` are 20 packs of lengths of the distribution magi, none over 1,024 tokens. Nothing is one document.
+
+    Raises:
+        ValueError: which entry is wrong.
+    """
+    name, *numbers = text.split() or [str(tokens)]
+    if name not in DISTRIBUTIONS:
+        return [tuple(_count(n, "documents") for n in (name, *numbers))]
+    if len(numbers) != 3 or numbers[1] != "x":
+        raise ValueError(f"documents: expected lengths, or packs as 'magi 20 x 1024', got {shown(text)}")
+    count, longest = _count(numbers[0], "documents"), _count(numbers[2], "documents")
+    return [draw_documents(name, tokens, seed, max_length=longest) for seed in range(max(1, min(count, MOST_PACKS)))]
+
+
+def _call(mask: str, options: Mapping[str, Value], *, any_mask: bool) -> dict[str, Any]:
+    """Fields of a point that say its mask; of a kernel that takes any, windows are one."""
     if mask in _CAUSAL:
         return {"causal": _CAUSAL[mask]}
-    if mask not in _WINDOWS:
+    if any_mask or mask not in _WINDOWS:
         return {"causal": False, "mask": mask, "options": dict(options)}
     window = int(options.get("window", MASK_NAMES[mask].options["window"].default))  # type: ignore[arg-type]
     after = window if _WINDOWS[mask] == UNCUT else _WINDOWS[mask]

@@ -89,6 +89,7 @@ TIMES_OF_BLOCKS: Final = (
     "block_varlen_s",
     "block_decode_s",
     "block_banded_s",
+    "passed_s",
     "window_pair_s",
     "partial_pair_s",
     "celled_pair_s",

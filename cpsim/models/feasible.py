@@ -11,8 +11,17 @@ from numpy.typing import NDArray
 
 from cpsim.case.workload import LATENT, mean_head_bytes
 from cpsim.errors import InfeasibleError, UnmeasuredError
-from cpsim.masks.blocks import BLOCK, Visits, causal_windows, row_sequences, sequence_slices, table_of, visits
-from cpsim.masks.slices import UNCUT, Ints, Slices
+from cpsim.masks.blocks import (
+    BLOCK,
+    Visits,
+    causal_windows,
+    row_sequences,
+    sequence_slices,
+    slice_windows,
+    table_of,
+    visits,
+)
+from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
 from cpsim.models.attention.kernels import KERNELS
 from cpsim.runtime.compiled import compiled
@@ -439,23 +448,12 @@ def sliced_sequences(
     schedule: Schedule, ops: Ints, head_bytes: int
 ) -> tuple[tuple[Ints, Ints, Ints, NDArray[np.bool_]], Ints]:
     """As `dense_sequences`, for a kernel that takes a mask as slices, with the window of each."""
-    tables = {tile: windowed(slices) for tile, slices, _, _ in _masks_of_tiles(schedule, ops, head_bytes)}
+    tables = {tile: slice_windows(slices) for tile, slices, _, _ in _masks_of_tiles(schedule, ops, head_bytes)}
     none = np.zeros((0, 4), np.int64)
     every = [tables.get(tile, none) for tile in range(len(schedule.tiles.area))]
     start = np.concatenate([[0], np.cumsum([len(table) for table in every])])
     q_len, k_len, left, right = np.concatenate(every).T
     return (start, q_len, k_len, right >= 0), np.stack([left, right], axis=1)
-
-
-def windowed(mask: Slices) -> Ints:
-    """Queries and keys that each slice of a mask has, and the keys before and after a query's own that it sees where the
-    last query's own key is the last one, ``int64[M, 4]``; as windows of varlen calls."""
-    q0, q1, k0, k1, low, high = mask.table().T
-    k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
-    q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
-    left = np.where(low <= k0 - q1 + 1, UNCUT, k1 - q1 - low)
-    right = np.where(high >= k1 - 1 - q0, UNCUT, high - k1 + q1)
-    return np.stack([q1 - q0, k1 - k0, left, right], axis=1)[(q0 < q1) & (k0 < k1)]
 
 
 def dense_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:

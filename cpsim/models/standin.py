@@ -8,7 +8,7 @@ from typing import Final
 
 from cpsim.case.gpu import Gpu, gpu_of_driver
 from cpsim.models.attention.discrepancy import NONE
-from cpsim.models.attention.kernels import anatomy_at
+from cpsim.models.attention.kernels import KERNELS, anatomy_at
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.derive import moved
 from cpsim.models.parameters import LayerCosts, Profile
@@ -59,8 +59,10 @@ class StandIn:
         theirs = self.profile.attention.get((ALIKE.get(kernel, kernel), pass_))
 
         def own(params: AttentionParams) -> AttentionParams:
-            anatomy = anatomy_at(kernel, pass_, params.head_dim) if kernel in ALIKE else params.anatomy
-            return replace(params, anatomy=anatomy, discrepancy=NONE)
+            if kernel not in ALIKE:
+                return replace(params, discrepancy=NONE)
+            more = {name: time for name, time in KERNELS[key].start.items() if getattr(params, name) == 0.0}
+            return replace(params, anatomy=anatomy_at(kernel, pass_, params.head_dim), discrepancy=NONE, **more)
 
         return None if theirs is None else theirs.everywhere(own)
 

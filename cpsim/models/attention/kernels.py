@@ -110,6 +110,8 @@ _PAIR_BY_PAIR: Final = {
     "banded_factor": 1.3,
 }
 """Parameters of a kernel whose function decides pair by pair in blocks that a mask cuts."""
+_PASSES_OVER: Final = {"passed_s": 2e-7}
+"""Parameters of a kernel that looks at every block, as it has no list."""
 _GATHERED: Final = _ALL | {"block_shared_s": 1e-6, "block_decode_s": 2e-7}
 
 KERNELS: Final = {
@@ -127,8 +129,10 @@ KERNELS: Final = {
     ("ffa_fa4", "bwd"): KernelPass(
         anatomy=flash4_slices(True), start=_FLASH4 | _BACKWARD, tiles=_FLASH4_BACKWARD_TILES
     ),
-    ("flash_mask", "fwd"): KernelPass(anatomy=flash2_listed(False), start=_LISTED, tiles=_FLASH2_TILES),
-    ("flash_mask", "bwd"): KernelPass(anatomy=flash2_listed(True), start=_LISTED_BACKWARD, tiles=_FLASH2_TILES),
+    ("flash_mask", "fwd"): KernelPass(anatomy=flash2_listed(False), start=_LISTED | _PASSES_OVER, tiles=_FLASH2_TILES),
+    ("flash_mask", "bwd"): KernelPass(
+        anatomy=flash2_listed(True), start=_LISTED_BACKWARD | _PASSES_OVER, tiles=_FLASH2_TILES
+    ),
     ("fa2_sparse", "fwd"): KernelPass(anatomy=flash2_listed(False), start=_LISTED, tiles=_FLASH2_TILES),
     ("cudnn", "fwd"): KernelPass(anatomy=cudnn(False), start=_CUDNN),
     ("cudnn", "bwd"): KernelPass(

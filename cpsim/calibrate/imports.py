@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.nccl_logs import Said, missing, read_nccl_log
 from cpsim.calibrate.points import read_point
 from cpsim.calibrate.topology import describes_a_node
-from cpsim.case.documents import DISTRIBUTIONS, draw_documents
-from cpsim.case.files import as_profile_error, read_text
 from cpsim.case.gpu import gpu_of_driver, gpus
+from cpsim.case.published import OUT_OF_MEMORY, count, is_long, mask_options, packs_of, read_rows
 from cpsim.errors import QUOTED, ProfileError, cut, plain, shown
-from cpsim.masks.names import MASK_NAMES, Value, read_options
+from cpsim.masks.names import MASK_NAMES, Value
 from cpsim.masks.shapes import mask_slices
 from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.kernels import KERNELS
@@ -26,16 +24,6 @@ from cpsim.units import MEASURED_S, Quantity, number_or_text
 
 # --- tables of kernels ---
 
-_COLUMNS: Final = {
-    "wd": "pass",
-    "seqlen": "tokens",
-    "seq_len_tokens": "tokens",
-    "q_heads": "heads",
-    "tflop_per_s": "tflops",
-    "tflops_per_s": "tflops",
-}
-OUT_OF_MEMORY: Final = "OOM"
-MOST_PACKS: Final = 100
 _RATE: Final = Quantity("FLOP/s", 1e6, 1e19)
 _NEEDED: Final = ("kernel", "pass", "mask", "tokens")
 _CAUSAL: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
@@ -67,7 +55,7 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
     """
-    source, table = _rows(path)
+    source, table = read_rows(path)
     missing = [name for name in _NEEDED if not table or name not in table[0][1]]
     if missing or not {"tflops", "ms"} & table[0][1].keys():
         wanted = ", ".join([*_NEEDED, "tflops (or ms)"])
@@ -96,44 +84,13 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     return header, kept, [f"{count} rows: {reason}" for reason, count in left.items()]
 
 
-def _rows(path: Path) -> tuple[str, list[tuple[int, dict[str, str]]]]:
-    """What comments of a table say, and its rows by names of columns, with the numbers of their lines."""
-    lines = [(number, line) for number, line in enumerate(_text(path).split("\n"), start=1) if line.strip()]
-    source = " ".join(line.lstrip("# ").strip() for _, line in lines if line.startswith("#"))
-    kept = [(number, line) for number, line in lines if not line.startswith("#")]
-    reader, table = csv.reader(line for _, line in kept), []
-    names: list[str] = []
-    try:
-        for cells in reader:
-            number = kept[reader.line_num - 1][0]
-            if not names:
-                names = [_COLUMNS.get(name.strip(), name.strip()) for name in cells]
-                if len(set(names)) < len(names):
-                    raise ProfileError(f"{path} line {number}: expected every column once, got {shown(cells)}")
-            elif len(cells) != len(names):
-                raise ProfileError(
-                    f"{path} line {number}: expected {len(names)} cells, got {len(cells)}: {shown(cells)}"
-                )
-            else:
-                table.append((number, dict(zip(names, map(str.strip, cells), strict=True))))
-    except csv.Error as error:
-        raise ProfileError(f"{path} line {reader.line_num}: {error}") from None
-    return source, table
-
-
-LAUNCH_S: Final = 1e-3
-LAUNCHED: Final = 2.0
-"""Published tables time calls with their launches: those shorter than a time, which a backward pass from Python takes,
-and a multiple of the shortest call may show nothing else."""
-
-
 def _long_enough(points: Sequence[Point]) -> list[Point]:
     """Points whose time is the kernel's rather than the host's."""
     floor: dict[tuple[str, str], float] = {}
     for p in points:
         key = p["kernel"], p["pass"]
         floor[key] = min(p["samples_s"][0], floor.get(key, float("inf")))
-    return [p for p in points if p["samples_s"][0] >= min(LAUNCH_S, LAUNCHED * floor[p["kernel"], p["pass"]])]
+    return [p for p in points if is_long(p["samples_s"][0], floor[p["kernel"], p["pass"]])]
 
 
 def _unknown(row: dict[str, str]) -> str:
@@ -158,9 +115,9 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
         raise ValueError("how many heads? add a column or give --heads")
     kv_heads, dim = _whole(row, "kv_heads", given.kv_heads or heads), _whole(row, "head_dim", given.head_dim)
     tokens = row["tokens"].lower()
-    total = _count(tokens.removesuffix("k"), "tokens") * (1024 if tokens.endswith("k") else 1)
+    total = count(tokens.removesuffix("k"), "tokens") * (1024 if tokens.endswith("k") else 1)
     mask = row["mask"].removesuffix("_mask")
-    options = read_mask_options(mask, row.get("options", ""))
+    options = mask_options(mask, row.get("options", ""))
     packs = packs_of(row.get("documents", ""), total)
     areas = [int(mask_slices(mask, pack, options).areas().sum()) for pack in packs]
     area, lens = sorted(zip(areas, packs, strict=True))[len(packs) // 2]
@@ -189,32 +146,6 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
     }
 
 
-def read_mask_options(mask: str, text: str) -> dict[str, Value]:
-    """Options of a mask in a cell, as ``block=128 density=0.5``.
-
-    Raises:
-        ValueError: which is wrong and how.
-    """
-    given = dict(entry.partition("=")[::2] for entry in text.split())
-    return dict(read_options(mask, {name: number_or_text(value) for name, value in given.items()}))
-
-
-def packs_of(text: str, tokens: int) -> list[tuple[int, ...]]:
-    """Document lengths of every pack of a cell: of the one that it lists (``1000 3096``), or of drawn ones: ``magi 20 x
-    1024`` are 20 packs of lengths of the distribution magi, none over 1,024 tokens. Nothing is one document.
-
-    Raises:
-        ValueError: which entry is wrong.
-    """
-    name, *numbers = text.split() or [str(tokens)]
-    if name not in DISTRIBUTIONS:
-        return [tuple(_count(n, "documents") for n in (name, *numbers))]
-    if len(numbers) != 3 or numbers[1] != "x":
-        raise ValueError(f"documents: expected lengths, or packs as 'magi 20 x 1024', got {shown(text)}")
-    count, longest = _count(numbers[0], "documents"), _count(numbers[2], "documents")
-    return [draw_documents(name, tokens, seed, max_length=longest) for seed in range(max(1, min(count, MOST_PACKS)))]
-
-
 def _call(mask: str, options: Mapping[str, Value], *, any_mask: bool) -> dict[str, Any]:
     """Fields of a point that say its mask; of a kernel that takes any, windows are one."""
     if mask in _CAUSAL:
@@ -226,14 +157,8 @@ def _call(mask: str, options: Mapping[str, Value], *, any_mask: bool) -> dict[st
     return {"causal": after == 0, "window": [window, after]}
 
 
-def _count(text: str, name: str) -> int:
-    if not (text.isdecimal() and len(text) < 12):
-        raise ValueError(f"{name}: expected a whole number, got {shown(text)}")
-    return int(text)
-
-
 def _whole(row: dict[str, str], name: str, otherwise: int) -> int:
-    return _count(row[name], name) if row.get(name) else otherwise
+    return count(row[name], name) if row.get(name) else otherwise
 
 
 def _number(row: dict[str, str], name: str, unit: str, quantity: Quantity, factor: float) -> float:
@@ -289,8 +214,3 @@ def import_files(
     files = [path.name for path in paths]
     merged |= {"torch": "", "commit": "", "command": command, "files": files, "date": date}
     return merged, points, left, notes + missing(points)
-
-
-def _text(path: Path) -> str:
-    with as_profile_error():
-        return read_text(path)

@@ -45,14 +45,21 @@ def clusters(as_json: Json = False) -> None:
 
 
 def kernels(
+    context: typer.Context,
     profile: Annotated[list[str] | None, typer.Option(help="Profile to tabulate; may be repeated.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
+    published: Annotated[bool, typer.Option("--published", help="Benchmarks' own calls beside predictions.")] = False,
     as_json: Json = False,
 ) -> None:
     """List attention kernels: masks, passes and types that they take, TFLOP/s and memory by mask and length."""
     from cpsim.models.profile import load_profile
+
+    if published:
+        refuse("kernels: --published has heads of its own", typed(context, "heads", "kv_heads", "head_dim"))
+        _published(profile or ["h100", "b200"], as_json)
+        return
     from cpsim.prediction.kernel_tables import speeds, support
     from cpsim.report.kernels import kernels_record, kernels_view
 
@@ -62,6 +69,20 @@ def kernels(
         print(json.dumps(kernels_record(support(), rates), indent=1))
     else:
         console().print(kernels_view(support(), rates, f"{heads}:{kv_heads}"))
+
+
+def _published(profiles: list[str], as_json: bool) -> None:
+    from cpsim.models.profile import load_profile
+    from cpsim.prediction.kernels_beside import beside, supported
+    from cpsim.report.kernels_beside import published_record, published_view
+
+    rows = beside([load_profile(name) for name in profiles])
+    if not rows:
+        raise CpsimError(f"kernels: no table is published of the GPUs of {', '.join(profiles)}; try h100 or b200")
+    if as_json:
+        print(json.dumps(published_record(supported(), rows), indent=1))
+    else:
+        console().print(published_view(supported(), rows))
 
 
 def strategies(

@@ -94,15 +94,15 @@ def sequence_slices(q_lens: Ints, k_lens: Ints, window: Ints) -> Slices:
 
 
 def slice_windows(mask: Slices) -> Ints:
-    """Queries and keys that each slice of a mask has, and the keys before and after a query's own that it sees where the
-    last query's own key is the last one, ``int64[M, 4]``; the inverse of
-    ``sequence_slices``."""
+    """Queries and keys of every slice of a mask, and the keys before and after a query's own that it sees where the
+    last query's own key is the last one, ``int64[M, 4]``: the inverse of ``sequence_slices``."""
     q0, q1, k0, k1, low, high = mask.table().T
     k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
     q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
     left = np.where(low <= k0 - q1 + 1, UNCUT, k1 - q1 - low)
     right = np.where(high >= k1 - 1 - q0, UNCUT, high - k1 + q1)
-    return np.stack([q1 - q0, k1 - k0, left, right], axis=1)[(q0 < q1) & (k0 < k1)]
+    table: Ints = np.stack([q1 - q0, k1 - k0, left, right], axis=1)[(q0 < q1) & (k0 < k1)]
+    return table
 
 
 @compiled()

@@ -103,8 +103,10 @@ LIMITS: Final = {
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
 ``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. ``ffa`` and ``ffa_fa4``: MagiAttention at
-2c64135 (magi_attention/functional). ``flash_mask``: PaddlePaddle's FlashMask (Wang et al., 2024), which has two bounds of
-hidden rows for each column, twice. ``fa2_sparse``: LongCA-bench, table 2. PyTorch's ``_flash_attention_backward`` makes
+2c64135 (magi_attention/functional). ``flash_mask``: PaddlePaddle's FlashMask (Wang et al., 2024), whose mask is two
+ranges of hidden rows for each column. ``fa2_sparse``: LongCA-bench, table 2.
+
+PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu). Sinks: of fa3 in
 vLLM's fork (vllm-project/flash-attention, pull request 75); of fa4 backward since July 2026 (Dao-AILab/flash-attention,
 pull request 2706); none of flash-attn 2 (issue 1797) and of PyTorch's functions."""
@@ -112,9 +114,9 @@ UNMEASURED: Final = {
     "fa2_ranges": "DCP's flash-attn 2 publishes no times of calls; `python -m studies dcp` takes them as fa2's",
     "vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, on sm90",
     "triton_vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, from sm80 on",
-    "sage": "SageAttention's bars have no numbers for Hopper; package sageattention runs it, int8 and FP8, forward alone",
-    "flash_mla": "a kernel of inference: its README states 660 TFLOP/s of dense decoding on H800 and no table; training "
-    "runs keys of 192 and values of 128, which cudnn was measured with",
+    "sage": "SageAttention's bars have no numbers for Hopper; package sageattention runs it, in int8 and FP8, forward",
+    "flash_mla": "a kernel of inference, whose README states 660 TFLOP/s of dense decoding on H800 and has no table; "
+    "training runs keys of 192 and values of 128, with which cudnn was measured",
 }
 """Kernels of benchmarks without a price, and where one could come from."""
 DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal", values="measured", sinks="both")}
@@ -253,10 +255,12 @@ def _check_values(kernel: str, limits: Limits, head_dim: int, value_dim: int) ->
         raise UnmeasuredError(f"kernel {kernel} takes {sizes}, but nobody has measured what they cost here")
 
 
-def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule, value_dim: int = 0) -> str:
+def refusal(
+    kernel: str, dtype: str, head_dim: int, schedule: Schedule, value_dim: int = 0, *, direct: bool = False
+) -> str:
     """Why ``check_calls`` refuses a schedule; empty where it does not."""
     try:
-        check_calls(kernel, dtype, head_dim, schedule, value_dim=value_dim)
+        check_calls(kernel, dtype, head_dim, schedule, direct=direct, value_dim=value_dim)
     except InfeasibleError as reason:
         return str(reason)
     return ""
@@ -305,14 +309,14 @@ def _check_hidden(kernel: str, most: int, schedule: Schedule, ops: Ints, head_by
     runs = max((hidden_runs(slices, num_q) for _, slices, num_q, _ in masks), default=0)
     if runs > most:
         raise InfeasibleError(
-            f"kernel {kernel} runs masks that hide up to {most} runs of queries from a key; this strategy's share of the "
-            f"mask hides {runs}; use flex"
+            f"kernel {kernel} runs masks that hide up to {most} runs of queries from a key; this strategy's share of "
+            f"the mask hides {runs}; use flex"
         )
 
 
 def hidden_runs(mask: Slices, num_q: int) -> int:
-    """Most runs of queries that a mask of disjoint slices hides from one key, of the first, middle and last keys between
-    any two at which slices begin or end."""
+    """Most runs of queries that a mask of disjoint slices hides from one key: from the first, the middle and the last
+    between any two at which slices begin or end."""
     edges = np.unique(np.concatenate((mask.k_start, mask.k_end)))
     keys = np.unique(np.concatenate((edges[:-1], (edges[:-1] + edges[1:]) // 2, edges[1:] - 1)))
     first, last = np.searchsorted(keys, mask.k_start), np.searchsorted(keys, mask.k_end)

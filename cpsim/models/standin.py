@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from cpsim.case.gpu import Gpu, gpu_of_driver
 from cpsim.models.attention.discrepancy import NONE
@@ -61,7 +61,9 @@ class StandIn:
         def own(params: AttentionParams) -> AttentionParams:
             if kernel not in ALIKE:
                 return replace(params, discrepancy=NONE)
-            more = {name: time for name, time in KERNELS[key].start.items() if getattr(params, name) == 0.0}
+            more: dict[str, Any] = {
+                name: time for name, time in KERNELS[key].start.items() if getattr(params, name) == 0.0
+            }
             return replace(params, anatomy=anatomy_at(kernel, pass_, params.head_dim), discrepancy=NONE, **more)
 
         return None if theirs is None else theirs.everywhere(own)

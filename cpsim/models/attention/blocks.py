@@ -560,7 +560,8 @@ def _passed(g, of_rows, num_own, num_others, causal, row, backward):  # type: ig
         looked -= max(0, row * BLOCK + after) // BLOCK
     elif causal:
         looked = min(looked, (min((row + 1) * BLOCK, num_own) + after + BLOCK - 1) // BLOCK)
-    return g.passed_s * max(0, looked - of_rows[row, 0] - of_rows[row, 1])
+    bounds = 0.5 if causal else 1.0  # hidden rows have an end on one side of the diagonal, or on both
+    return g.passed_s * bounds * max(0, looked - of_rows[row, 0] - of_rows[row, 1])
 
 
 @compiled()

@@ -142,8 +142,8 @@ class AttentionParams:
     block_banded_s: Seconds = 0.0
     """Per thread block more in such a kernel."""
     passed_s: Seconds = 0.0
-    """Per block of 128 x 128 pairs that a thread block passes over, where it has no list of those that it visits; under a
-    causal mask it looks at those up to the diagonal alone."""
+    """Per block of 128 x 128 pairs that a thread block passes over where it has no list of those to visit; under a
+    causal mask it looks at those up to the diagonal alone, in half the time."""
     query_cut_share: Annotated[float, Quantity("", 0, 1e3)] = 0.0
     """Share of what cut blocks take more that they take where a backward thread block owns queries."""
     unaligned_query_cut_share: Annotated[float, Quantity("", 0, 1e3)] = 0.0

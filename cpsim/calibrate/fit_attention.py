@@ -237,6 +237,8 @@ def _near(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
         older_share=theirs.older_share,
         older_share_full=theirs.older_share_full,
+        block_window_s=theirs.block_window_s,
+        window_pair_s=theirs.window_pair_s,
         discrepancy=theirs.discrepancy,
     )
     if not points:

@@ -18,7 +18,7 @@ from cpsim.models.attention.discrepancy import NONE
 from cpsim.models.attention.params import PER_PAIR, AttentionParams
 
 Key = tuple[str, str]
-FEWEST: Final = 6
+FEWEST: Final = 5
 """Fewer calls of a kernel, pass and head dimension tell nothing."""
 OF_WINDOWS: Final = {"block_window_s": 0.02, "window_pair_s": 0.02}
 """Parameters that windows tell, and weights that hold their logarithms near where the fit starts."""

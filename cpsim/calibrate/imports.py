@@ -49,8 +49,9 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     Columns: kernel, pass (fwd, bwd), mask (any of `cpsim mask`), options (of the mask, as block=128 density=0.5),
     documents (lengths separated by spaces, or packs as `packs_of` reads them, whose mean rate stands for that of the
     pack with the median area; one of all tokens where there are none), tokens (8192 or 8k), tflops or ms, and where not
-    given otherwise gpu, heads, kv_heads, head_dim; rested (yes) where pauses between calls keep the full clock. Lines
-    that begin with # say where the table comes from.
+    given otherwise gpu, heads, kv_heads, head_dim; value_dim where values have another size; rested (yes) where pauses
+    between calls keep the full clock; device (yes) where times hold no launches. Lines that begin with # say where the
+    table comes from.
 
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
@@ -65,6 +66,7 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     if gpu is None:
         raise ProfileError(f"{path}: which GPU? give --gpu, e.g. {shown(' or '.join(sorted(map(str, gpus))))}")
     points: list[Point] = []
+    timed: list[Point] = []
     left: dict[str, int] = {}
     for number, row in table:
         if row.get("gpu", gpu) != gpu:
@@ -77,10 +79,12 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
             points.append(read_point(_kernel_point(row, given)))
         except ValueError as error:
             raise ProfileError(f"{path} line {number}: {error}") from None
+        if _is_yes(row, "device"):
+            timed.append(points.pop())
     header = {"gpu": gpu, "num_gpus": 1, "num_sms": _num_sms(gpu, given), "published": source or path.name}
-    kept = _long_enough(points)
-    if len(kept) < len(points):
-        left["near the shortest of their kernel, so that launches may decide"] = len(points) - len(kept)
+    kept = timed + _long_enough(points)
+    if len(kept) < len(timed) + len(points):
+        left["near the shortest of their kernel, so that launches may decide"] = len(timed) + len(points) - len(kept)
     return header, kept, [f"{count} rows: {reason}" for reason, count in left.items()]
 
 
@@ -123,7 +127,9 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
     area, lens = sorted(zip(areas, packs, strict=True))[len(packs) // 2]
     anatomy = KERNELS[row["kernel"], row["pass"]].anatomy
     call = _call(mask, options, any_mask=anatomy.lists_blocks or anatomy.gathers_keys)
-    flop = 4.0 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
+    values = _whole(row, "value_dim", 0)
+    of_keys, of_values = (6, 4) if row["pass"] == "bwd" else (2, 2)
+    flop = float(area) * heads * (of_keys * dim + of_values * (values or dim))
     if "ms" in row:
         seconds = _number(row, "ms", "ms", MEASURED_S, 1e-3)
     else:
@@ -141,7 +147,8 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
         "q_lens": list(lens),
         "k_lens": list(lens),
         **({"area": area} if "mask" in call else {}),
-        **({"rested": True} if row.get("rested", "").lower() in ("yes", "true", "1") else {}),
+        **({"value_dim": values} if values not in (0, dim) else {}),
+        **({"rested": True} if _is_yes(row, "rested") else {}),
         "samples_s": [seconds],
     }
 
@@ -155,6 +162,10 @@ def _call(mask: str, options: Mapping[str, Value], *, any_mask: bool) -> dict[st
     window = int(options.get("window", MASK_NAMES[mask].options["window"].default))  # type: ignore[arg-type]
     after = window if _WINDOWS[mask] == UNCUT else _WINDOWS[mask]
     return {"causal": after == 0, "window": [window, after]}
+
+
+def _is_yes(row: dict[str, str], name: str) -> bool:
+    return row.get(name, "").lower() in ("yes", "true", "1")
 
 
 def _whole(row: dict[str, str], name: str, otherwise: int) -> int:

@@ -78,7 +78,7 @@ as long as its FLOP take in heads of 128, at some 730 TFLOP/s of 128 query heads
 LIMITS: Final = {
     "fa2": Limits(windows="both"),
     "fa3": Limits(windows="both", values="unmeasured", latents=True, sinks="forward"),
-    "fa4": Limits(windows="both", values="unmeasured", sinks="both"),
+    "fa4": Limits(windows="both", values="measured", sinks="both"),
     "cudnn": Limits(
         varlen=False,
         batches=True,

@@ -28,6 +28,7 @@ NEAREST: Final[Mapping[str, tuple[str, ...]]] = {
     "ffa_fa4": ("fa4", "flex"),
     "flash_mask": ("flex",),
     "fa2_sparse": ("flashinfer_fa2", "flex"),
+    "flex": ("cudnn", "fa4"),
     "sdpa_flash": ("fa2", "flex"),
     "flashinfer": ("fa2", "flex"),
     "fa4_sparse": ("flex",),

@@ -102,7 +102,7 @@ def test_fits_leave_all_other_calls_as_they_are():
 
 
 def test_published_tables():
-    """NVIDIA's of windows and of latent attention: 10 % in the mean; windows of a later cuDNN miss it backward on H200."""
+    """NVIDIA's of windows and of latent attention: 10 % in the mean; a later cuDNN misses it backward on H200."""
     mean = {name: float(np.abs(values).mean()) for name, values in errors().items() if "odd" not in name}
     assert {name for name, error in mean.items() if error > 0.10} == {"h200 cudnn bwd window 128"}
     assert max(error for name, error in mean.items() if "fitted" in name) < 0.07

@@ -48,16 +48,17 @@ def fit_shapes(attention: Mapping[Key, AttentionParams], points: Sequence[Point]
     for key, params in attention.items():
         mine = [p for p in points if p["op"] == "attention" and (p["kernel"], p["pass"]) == key and not is_usual(p)]
         if mine and not params.anatomy.lists_blocks:
-            made[key] = _with_values(_with_windows(params, mine), mine)
+            made[key] = _with_windows(_with_values(_with_windows(params, mine), mine), mine)
     return made
 
 
 def _with_windows(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
-    """At every head dimension that has enough points with windows."""
+    """At every head dimension, of values, too, that has enough points with windows."""
 
     def at(one: AttentionParams) -> AttentionParams:
-        here = [p for p in points if p["head_dim"] == one.head_dim and has_window(p) and not p.get("value_dim")]
-        if len(here) < FEWEST or one.value_dim:
+        size = one.head_dim, one.value_dim
+        here = [p for p in points if (p["head_dim"], p.get("value_dim", 0)) == size and has_window(p)]
+        if len(here) < FEWEST:
             return one
         window, pair = 2 * one.block_causal_s, FIRST_SHARE * one.pair_s
         first = replace(one, head_dims=(), block_window_s=window, window_pair_s=pair)

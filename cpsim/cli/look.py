@@ -16,7 +16,7 @@ from cpsim.cli.terminal import (
     refuse,
     typed,
 )
-from cpsim.errors import CpsimError, nearest
+from cpsim.errors import CpsimError, InfeasibleError, nearest
 from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def strategies(
 
 TOKENS_OF_CELL: Final = 256
 """Tokens of a cell of a strategy's picture."""
+HEADS_OF_PICTURE: Final = (4, 8, 16, 32, 64)
+"""Heads of the case that is drawn: the fewest that the strategy takes."""
 
 
 def _draw_strategy(
@@ -135,18 +137,26 @@ def _draw_strategy(
     if mask not in MASK_NAMES:
         raise CpsimError(f"mask: {mask!r} is unknown; {nearest(mask, MASK_NAMES)}")
     given = dict(_setting(entry) for entry in knobs)
-    case = Workload(
-        documents=tuple(TOKENS_OF_CELL * length for length in lengths),
-        mask=mask,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=128,
-        dtype="bf16",
-    )
     cluster = replace(presets()["dgx-h200"], num_gpus=gpus, gpus_per_node=min(gpus, 8))
-    schedules = {pass_: plan(name, case, cluster, pass_, given) for pass_ in ("fwd", "bwd")}
+    refused: list[InfeasibleError] = []
+    for heads in HEADS_OF_PICTURE:
+        case = Workload(
+            documents=tuple(TOKENS_OF_CELL * length for length in lengths),
+            mask=mask,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=128,
+            dtype="bf16",
+        )
+        try:
+            schedules = {pass_: plan(name, case, cluster, pass_, given) for pass_ in ("fwd", "bwd")}
+            break
+        except InfeasibleError as error:
+            refused.append(error)
+    else:
+        raise refused[0]
     said = ", ".join([name, *(f"{key} {value}" for key, value in given.items())])
-    heading = f"{said}: {gpus} GPUs, {case.num_tokens:,} tokens, {mask}, 4 heads of 128"
+    heading = f"{said}: {gpus} GPUs, {case.num_tokens:,} tokens, {mask}, {case.num_heads} heads of 128"
     maps = [part(schedules["fwd"], case, TOKENS_OF_CELL) for part in (holdings.computed, holdings.held)]
     found = holdings.shares(schedules, case)
     if as_json:

@@ -1,6 +1,5 @@
 """Findings of papers on later strategies: signs, sizes, and a reason for every size that is off."""
 
-
 import pytest
 from targets import check
 

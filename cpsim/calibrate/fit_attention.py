@@ -239,6 +239,7 @@ def _near(
         older_share_full=theirs.older_share_full,
         block_window_s=theirs.block_window_s,
         window_pair_s=theirs.window_pair_s,
+        shared_window_factor=theirs.shared_window_factor,
         discrepancy=theirs.discrepancy,
     )
     if not points:

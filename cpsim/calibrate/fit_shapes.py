@@ -22,6 +22,9 @@ FEWEST: Final = 5
 """Fewer calls of a kernel, pass and head dimension tell nothing."""
 OF_WINDOWS: Final = {"block_window_s": 0.02, "window_pair_s": 0.02}
 """Parameters that windows tell, and weights that hold their logarithms near where the fit starts."""
+SHARING: Final = {"shared_window_factor": 0.02}
+"""The same where some of these calls share keys and some do not; the fit starts at `FEW`."""
+FEW: Final = 0.3
 STEPS: Final = (0.5, 0.25, 0.12)
 OTHER_CODE: Final = 0.02
 """The weight of `full_factor`, where there are points with and without a mask."""
@@ -61,9 +64,11 @@ def _with_windows(params: AttentionParams, points: Sequence[Point]) -> Attention
         if len(here) < FEWEST:
             return one
         window, pair = 2 * one.block_causal_s, FIRST_SHARE * one.pair_s
+        both = len({p["num_heads"] > p["num_kv_heads"] for p in here}) > 1
         first = replace(one, head_dims=(), block_window_s=window, window_pair_s=pair)
-        found = fit_few(here, first, OF_WINDOWS, STEPS)
-        return replace(one, block_window_s=found.block_window_s, window_pair_s=found.window_pair_s)
+        first = replace(first, shared_window_factor=FEW if both else one.shared_window_factor)
+        found = fit_few(here, first, OF_WINDOWS | (SHARING if both else {}), STEPS)
+        return replace(one, **{name: getattr(found, name) for name in (*OF_WINDOWS, *SHARING)})
 
     return params.everywhere(at)
 

@@ -331,9 +331,10 @@ def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _times(g, shared, masked, varlen, num, tile_q):  # type: ignore[no-untyped-def]
+def _times(g, shared, masked, windowed, varlen, num, tile_q):  # type: ignore[no-untyped-def]
     """Times of a call's blocks, and the seconds of one without a row."""
-    per_empty, per_block = g.block_decode_s, g.block_s + g.block_shared_s * shared
+    sharing = g.block_shared_s * (g.shared_window_factor if windowed else 1.0)
+    per_empty, per_block = g.block_decode_s, g.block_s + sharing * shared
     if varlen and not g.grid_of_longest:
         per_empty = g.block_varlen_s + g.block_decode_s * min(num, TABLE_ABOVE) / 32.0
     if varlen:
@@ -432,7 +433,8 @@ def _call(  # type: ignore[no-untyped-def]
     packed = num_heads // num_kv_heads if g.packs_heads else 1
     heads = num_kv_heads if g.packs_heads else num_heads
     tile_q = g.tile_q_causal if masked else g.tile_q_full
-    t, per_empty = _times(g, shared, masked, varlen, end - begin, tile_q)
+    windowed = _is_window(window[begin, 0], window[begin, 1])  # of all sequences of a call alike
+    t, per_empty = _times(g, shared, masked, windowed, varlen, end - begin, tile_q)
     share = g.older_share if masked else g.older_share_full
     s = _sums(g, t, q_len, k_len, window, begin, end, packed, tile_q, masked)
     if s.num == 0:

@@ -126,6 +126,8 @@ class AttentionParams:
     """Slowdown more there of a kernel that can decide by rectangles."""
     window_pair_s: PairSeconds = 0.0
     """Per pair more, under a window, in kernels that mask all of its tiles pair by pair."""
+    shared_window_factor: Factor = 1.0
+    """Of `block_shared_s`, what a block takes under a window: of cuDNN backward next to nothing."""
     partial_pair_s: PairSeconds = 0.0
     """Per pair more in a listed block that the mask cuts, where runs of keys decide; backward, of blocks that own
     keys."""

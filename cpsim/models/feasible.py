@@ -23,7 +23,7 @@ from cpsim.masks.blocks import (
 )
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
-from cpsim.models.attention.kernels import KERNELS
+from cpsim.models.attention.kernels import KERNELS, UNMEASURED
 from cpsim.runtime.compiled import compiled
 from cpsim.schedule.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule, is_one_of
 
@@ -110,15 +110,6 @@ PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu). Sinks: of fa3 in
 vLLM's fork (vllm-project/flash-attention, pull request 75); of fa4 backward since July 2026 (Dao-AILab/flash-attention,
 pull request 2706); none of flash-attn 2 (issue 1797) and of PyTorch's functions."""
-UNMEASURED: Final = {
-    "fa2_ranges": "DCP's flash-attn 2 publishes no times of calls; `python -m studies dcp` takes them as fa2's",
-    "vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, on sm90",
-    "triton_vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, from sm80 on",
-    "sage": "SageAttention's bars have no numbers for Hopper; package sageattention runs it, in int8 and FP8, forward",
-    "flash_mla": "a kernel of inference, whose README states 660 TFLOP/s of dense decoding on H800 and has no table; "
-    "training runs keys of 192 and values of 128, with which cudnn was measured",
-}
-"""Kernels of benchmarks without a price, and where one could come from."""
 DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal", values="measured", sinks="both")}
 """Kernels that others call without PyTorch: cuDNN through Transformer Engine, which has packed sequences (``thd``) and
 causal masks and windows that are aligned to the bottom right (``padding_causal_bottom_right``), and sinks

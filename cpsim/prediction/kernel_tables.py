@@ -14,8 +14,8 @@ from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.masks.names import MASK_NAMES, Value
 from cpsim.models.attention.calls import attention_op_seconds
-from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
-from cpsim.models.feasible import DTYPES, UNMEASURED, kernel_names, limits_of, refusal, tile_visits
+from cpsim.models.attention.kernels import KERNELS, NAIVE, UNMEASURED, working_bytes
+from cpsim.models.feasible import DTYPES, kernel_names, limits_of, refusal, tile_visits
 from cpsim.models.profile import Profile, load_profile, shipped_profiles
 from cpsim.models.standin import ALIKE
 from cpsim.schedule.schedule import Kind, Schedule

@@ -12,8 +12,8 @@ from cpsim.case.gpu import gpu_of_driver
 from cpsim.case.published import OUT_OF_MEMORY, TABLES, is_long, mask_options, packs_of, shipped_rows
 from cpsim.case.workload import Workload
 from cpsim.models.attention.calls import attention_op_seconds
-from cpsim.models.attention.kernels import KERNELS
-from cpsim.models.feasible import DIRECT, DTYPES, UNMEASURED, limits_of, refusal
+from cpsim.models.attention.kernels import KERNELS, UNMEASURED
+from cpsim.models.feasible import DIRECT, DTYPES, limits_of, refusal
 from cpsim.models.profile import Profile, load_profile, shipped_profiles
 from cpsim.prediction.kernel_tables import EXAMPLE, one_call, peak_bytes
 

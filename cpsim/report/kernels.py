@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cpsim.models.feasible import DIRECT, LIMITS, UNMEASURED
+from cpsim.models.attention.kernels import UNMEASURED
+from cpsim.models.feasible import DIRECT, LIMITS
 from cpsim.prediction.kernel_tables import MASKS, NUM_DOCUMENTS, KernelSupport, Speed, partly
 from cpsim.report.fitted import table
 from cpsim.units import format_bytes, format_count

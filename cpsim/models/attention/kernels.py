@@ -172,6 +172,15 @@ KERNELS: Final = {
     ("math", "bwd"): KernelPass(anatomy=math(True), start=_ON_CPU),
 }
 """By (kernel, pass)."""
+UNMEASURED: Final = {
+    "fa2_ranges": "DCP's flash-attn 2 publishes no times of calls; `python -m studies dcp` takes them as fa2's",
+    "vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, on sm90",
+    "triton_vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, from sm80 on",
+    "sage": "SageAttention's bars have no numbers for Hopper; package sageattention runs it, in int8 and FP8, forward",
+    "flash_mla": "a kernel of inference, whose README states 660 TFLOP/s of dense decoding on H800 and has no table; "
+    "training runs keys of 192 and values of 128, with which cudnn was measured",
+}
+"""Kernels of benchmarks without a price, and where one could come from."""
 NAIVE: Final = tuple(sorted({kernel for (kernel, _), row in KERNELS.items() if row.anatomy.holds_scores}))
 """Kernels that hold all scores in memory."""
 

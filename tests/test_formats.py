@@ -41,6 +41,8 @@ SHAPES = {
     "nemotron-h-8b.sh": "nemotron-h-8b",
     "nemotron-3-nano.sh": "nemotron-3-nano-30b-a3b",
     "kimi-linear.json": "kimi-linear-48b-a3b",
+    "gemma3n-e4b.json": "gemma3n-e4b",
+    "hunyuan-large.json": "hunyuan-large",
 }
 """Files that hold the dimensions of a model that ships."""
 RIGHT = {

@@ -339,14 +339,17 @@ WINDOW = {
 
 
 def test_what_was_not_measured_is_answered_by_the_nearest_kernel(tmp_path):
-    path, latent = tmp_path / "latent.json", WINDOW | {"mask": "causal", "head_dim": 192, "value_dim": 128}
+    path, latent = (
+        tmp_path / "latent.json",
+        WINDOW | {"mask": "causal", "head_dim": 192, "value_dim": 128, "kernel": "flex"},
+    )
     path.write_text(json.dumps(latent))
     found = asked(path)
     path.write_text(json.dumps(latent | {"kernel": "cudnn"}))
     cudnn = asked(path)
     assert (found["kind"], cudnn["kind"]) == ("not_measured", None)
     assert found["recommendation"].startswith("Not measured, estimated from kernel cudnn: run ")
-    assert found["notes"][0].startswith("not measured: kernel fa4 takes values of 128 elements beside keys of 192")
+    assert found["notes"][0].startswith("not measured: kernel flex takes values of 128 elements beside keys of 192")
     for wide, narrow in zip(found["candidates"], cudnn["candidates"], strict=True):
         assert wide["time_s"] == narrow["time_s"]
         assert wide["time_s_low"] < 0.9 * narrow["time_s_low"]

@@ -40,6 +40,8 @@ def test_a_strategy_is_drawn(tmp_path):
     assert "0 00······························" in text
     found = json.loads(cpsim("strategies", "usp", "--gpus", 8, "--knob", "ulysses=4", "--json"))
     assert [row["rank"] for row in found["ranks"]] == list(range(8))
+    for gpus, knob in ((4, "head_chunks=4"), (8, "token_chunks=4"), (8, "head_chunks=2")):
+        assert "heads of 128" in cpsim("strategies", "ulysses", "--gpus", gpus, "--knob", knob)
     picture = tmp_path / "zigzag.png"
     cpsim("strategies", "ring", "--documents", "20,12", "--png", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -10,12 +10,14 @@ from test_cli import cpsim, one_line
 
 from cpsim.calibrate import fit, fit_attention
 from cpsim.calibrate.fabric import fit_fabric
+from cpsim.calibrate.fit_shapes import is_usual
 from cpsim.calibrate.imports import Table, read_kernel_table
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.nccl_logs import read_nccl_log
 from cpsim.calibrate.recipes import DATA, measurements, stand_in
 from cpsim.calibrate.residuals import predicted_attention
 from cpsim.case.load import scenario_from
+from cpsim.case.published import FOLDER, packs_of
 from cpsim.errors import ProfileError
 from cpsim.models.network.collective import collective_seconds
 from cpsim.models.profile import load_profile, to_json
@@ -107,7 +109,7 @@ def test_logs_of_two_nodes_give_the_network_between_them(write, tmp_path):
 def test_logs_of_a_node_replace_the_network_of_a_profile(write, tmp_path):
     paths = [write(f"{t}.log", log(t, ["a"], 2e-5, 3.6e11)) for t in (*BUS, "sendrecv")]
     cpsim("import", *paths, "--out", tmp_path / "points.jsonl")
-    files = [load(PUBLISHED / "h100-fa3.jsonl"), load(tmp_path / "points.jsonl")]
+    files = [load(PUBLISHED / "h100-magi.jsonl"), load(tmp_path / "points.jsonl")]
     profile = fit.fit_profile(files, "mine", StandIn.of(load_profile("h100"), None))
     seconds = float(collective_seconds(profile.collective, "all_gather", 2**28, 8))
     assert seconds == pytest.approx(2e-5 + 2**28 * 7 / 8 / 3.6e11, rel=0.03)
@@ -154,12 +156,47 @@ def test_documents_of_a_table_are_sequences(write):
     assert (point["q_lens"], point["varlen"], point["num_kv_heads"]) == ([1000, 2000], True, 4)
 
 
+def test_a_row_over_drawn_packs_is_a_call_of_the_pack_in_the_middle(write):
+    text = "gpu,kernel,pass,mask,tokens,documents,tflops\nh100,fa3,fwd,full_document,65536,magi 5 x 16384,500\n"
+    _, (point,), _ = read_kernel_table(write("x.csv", text), Table(heads=4))
+    areas = sorted(sum(n * n for n in pack) for pack in packs_of("magi 5 x 16384", 65536))
+    assert sum(point["q_lens"]) == 65536
+    assert sum(n * n for n in point["q_lens"]) == areas[2]
+    assert point["samples_s"][0] == pytest.approx(4 * areas[2] * 4 * 128 / 500e12)
+
+
+def test_masks_of_a_table_are_windows_or_masks_as_their_kernel_takes_them(write):
+    head = "gpu,kernel,pass,mask,options,tokens,tflops\n"
+    rows = "h100,{},fwd,causal_sliding_window,window=1024,131072,300\n"
+    text = head + "".join(rows.format(kernel) for kernel in ("fa3", "flash_mask"))
+    text += "h100,fa2_sparse,fwd,block_sparse,block=128 density=0.5,32768,30\n"
+    _, (window, mask, blocks), _ = read_kernel_table(write("x.csv", text), Table(heads=64))
+    assert window["window"] == [1024, 0]
+    assert window["causal"]
+    assert (mask["mask"], mask["options"]) == ("causal_sliding_window", {})  # 1,024 is what the mask has by default
+    assert window["samples_s"] == pytest.approx(mask["samples_s"])
+    assert blocks["area"] == 32768**2 // 2
+    assert blocks["options"] == {"block": 128, "density": 0.5}
+
+
+def test_times_that_are_missing_and_documents_of_single_calls_are_left_out(write):
+    head = "gpu,kernel,pass,mask,tokens,documents,tflops\n"
+    text = head + "h100,fa3,fwd,full,65536,,OOM\nh100,fa3,fwd,full,65536,,600\n"
+    text += "h100,cudnn,fwd,full_document,65536,32768 32768,500\n"
+    _, points, left = read_kernel_table(write("x.csv", text), Table(heads=4))
+    assert len(points) == 1
+    assert [line.partition(": ")[2] for line in left] == [
+        "no time",
+        "documents, which cudnn takes from other code alone",
+    ]
+
+
 def test_what_no_model_takes_is_left_out_by_name(write):
-    more = "h100,ffa,fwd,full_mask,8k,600\nh100,fa3,fwd,sw_causal_mask,8k,1\nh100,fa3,fwd,varlen_full_mask,8k,1\n"
+    more = "h100,vsa,fwd,full_mask,8k,600\nh100,fa3,fwd,sw_causal_mask,8k,1\nh100,fa3,fwd,varlen_full_mask,8k,1\n"
     _, points, left = read_kernel_table(write("x.csv", TABLE + more), Table(heads=64))
     assert len(points) == 2
     assert [line.partition(": ")[2] for line in left] == [
-        "kernel ffa fwd has no model",
+        "kernel vsa fwd has no model",
         "mask sw_causal_mask without a model",
         "mask varlen_full_mask without a model",
     ]
@@ -173,6 +210,7 @@ def test_what_no_model_takes_is_left_out_by_name(write):
         (TABLE.replace("600", "fast"), {"heads": 4}, "expected numbers"),
         (TABLE + "b200,fa4,fwd,full,8k,9\n", {"heads": 4}, "which GPU"),
         (TABLE.replace("h100", "mi300"), {"heads": 4}, "how many SMs has mi300"),
+        (TABLE.replace("seqlen,", "seqlen,options,").replace("8k,", "8k,block=1,"), {"heads": 4}, "'full' takes no"),
         ("", {}, "expected columns"),
     ],
 )
@@ -193,7 +231,9 @@ def test_the_command_refuses_mixed_gpus_in_one_line(write, tmp_path):
 )
 def test_published_points_are_their_tables(path):
     points = load(path)
-    _, read, _ = read_kernel_table(PUBLISHED / points.header["files"][0], Table(gpu=points.header["gpu"]))
+    (name,) = points.header["files"]
+    table = next(folder / name for folder in (PUBLISHED, FOLDER) if (folder / name).exists())
+    _, read, _ = read_kernel_table(table, Table(gpu=points.header["gpu"]))
     assert [p["samples_s"][0] for p in points.points] == pytest.approx([p["samples_s"][0] for p in read], abs=1e-10)
     assert [p.get("rested") for p in points.points] == [p.get("rested") for p in read]
 
@@ -206,7 +246,8 @@ def test_published_profiles_are_remade_and_say_what_they_are(name):
         assert relative.max() <= 0.02, model  # not always 0: other processors round otherwise
     again, then = (json.loads(to_json(p)) for p in (made, shipped))
     assert all(again[part] == then[part] for part in ("collective", "host", "interference", "elementwise"))
-    assert shipped.grade.startswith("kernels from published figures of single documents")
+    single = " of single documents" if name not in ("h100-fa3", "b200") else ""
+    assert shipped.grade.startswith(f"kernels from published figures{single}; ")
     assert f"from profile {base.source.name}" in shipped.grade
     own = [row for row in shipped.held_out if row["model"].startswith("attention")]
     assert own
@@ -268,7 +309,8 @@ def test_pairs_of_split_keys_take_as_much_longer_as_all_on_a_gpu_of_which_few_ca
 
 
 def test_few_points_fit_few_parameters_near_the_kernel_that_stands_in():
-    points = [p for p in load(PUBLISHED / "h100-fa3.jsonl").points if p["pass"] == "fwd"]
+    points = [p for p in load(PUBLISHED / "h100-magi.jsonl").points if p["kernel"] == "fa3" and is_usual(p)]
+    points = [p for p in points if p["pass"] == "fwd" and not p["varlen"]]
     start = StandIn.of(load_profile("h100"), None).start(("fa3", "fwd"))
     made = fit_attention.fit_few(points, start, fit_attention.FITTED_TO_FEW)
     assert made.traffic_s_per_byte == start.traffic_s_per_byte

@@ -9,7 +9,7 @@ import pytest
 from cases import ALL_PASSES, ALL_STRATEGIES, OTHERS, cluster, workload
 
 from cpsim.case.scenario import Scenario
-from cpsim.errors import InfeasibleError, ProfileError, ScenarioError
+from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, ScenarioError
 from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
 from cpsim.prediction.advise import advise
@@ -135,7 +135,9 @@ def test_what_cannot_fit_is_known_before_planning():
         ({"implementation": "distca"}, ScenarioError, "implementation: expected cpsim, .*; got 'distca'"),
         ({"cluster": "p4de", "kernel": "fa4"}, ProfileError, "profile a100 lacks kernel 'fa4' fwd; it has cudnn, fa2"),
         ({"profile": "h300"}, ProfileError, "did you mean 'h.*'.; shipped are a100, .*, derived those of GPUs .*l40s"),
-        ({"kernel": "ffa"}, ScenarioError, "kernel: expected fa2, .*; got 'ffa'"),
+        ({"kernel": "ffb"}, ScenarioError, "kernel: expected fa2, .*; got 'ffb'"),
+        ({"kernel": "ffa"}, NotMeasuredError, "profile h200 lacks kernel 'ffa' fwd; it has cudnn"),
+        ({"kernel": "vsa"}, NotMeasuredError, "kernel vsa was not measured: .* package fastvideo-kernel runs it"),
         ({"heads": 30, "kv_heads": 10, "strategy": "ulysses"}, InfeasibleError, "divisible by ranks"),
     ],
 )

@@ -61,7 +61,7 @@ def test_strategies_that_do_not_know_say_so(name):
     ("changes", "error", "message"),
     [
         ({"kernel": "fa2"}, InfeasibleError, "kernel fa2 runs values as large as keys, got values of 128 elements"),
-        ({"kernel": "fa4"}, InfeasibleError, "nobody has measured what they cost"),
+        ({"kernel": "flex"}, InfeasibleError, "nobody has measured what they cost"),
         ({"model": "llama3-8b", "kv_heads": 8, "head_dim": 128}, ScenarioError, "belongs to attention alone"),
         ({"value_dim": 0}, ScenarioError, "value_dim"),
         (ABSORBED | {"kernel": "fa3", "pass": "bwd"}, InfeasibleError, "fa3 takes keys of 576 .* forward alone; use"),

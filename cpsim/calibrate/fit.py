@@ -48,6 +48,8 @@ from cpsim.calibrate.residuals import (
     usable,
 )
 from cpsim.errors import ProfileError
+from cpsim.masks.blocks import BANDS, RUNS
+from cpsim.models.attention.kernels import KERNELS
 from cpsim.models.derive import PUBLISHED
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.parameters import IN_TURNS, LayerCosts
@@ -454,8 +456,9 @@ def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
             note(f"{key} heads", p["num_heads"], p["num_heads"])
             note(f"{key} head_dim", p["head_dim"], p["head_dim"])
             if (rule := rule_of(p)) is not None:
-                note(f"{key} rule", rule, rule)
-                note(f"{key} rule at {p['head_dim']}", rule, rule)
+                ends = (RUNS, BANDS) if KERNELS[p["kernel"], p["pass"]].decides_alike else (rule, rule)
+                note(f"{key} rule", *ends)
+                note(f"{key} rule at {p['head_dim']}", *ends)
         elif p["op"] == "gemm":
             note("matrix products", flops := 2 * p["m"] * p["n"] * p["k"], flops)
         elif p["op"] in ("collective", "transfer", "elementwise"):

@@ -76,6 +76,8 @@ VARIANT_PRIOR = 0.01
 is compiled by itself and may have few points."""
 FITTED_TO_FEW = {"pair_s": 0.02} | dict.fromkeys(("block_s", "block_causal_s", "call_s"), 0.025)
 """Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
+DOCUMENTS_TELL = dict.fromkeys(("block_varlen_s", "call_varlen_s", "passed_s"), 0.025)
+"""Such parameters and weights more where calls have several documents or leave blocks out."""
 RESTED_TELL = 0.04
 """Such a weight of `busy_power`, which calls tell some of which were rested and some not."""
 HEAD_DIM_FITTED = dict.fromkeys(
@@ -143,8 +145,9 @@ def fit_kernel(
     change as there; what the model leaves over is nearly the same.
     """
     if sparse is not None:
-        limit = {"busy_power": RESTED_TELL} if any(pause_of(p) > 0 for p in points) else {}
-        return fit_few(points, sparse, FITTED_TO_FEW | limit, STEPS[1:4])
+        more = {"busy_power": RESTED_TELL} if any(pause_of(p) > 0 for p in points) else {}
+        more |= DOCUMENTS_TELL if any(p["varlen"] or "mask" in p for p in points) else {}
+        return fit_few(points, sparse, FITTED_TO_FEW | more, STEPS[1:4])
     (commonest, _), *_ = Counter(p["head_dim"] for p in points).most_common()
     alike = alike if alike is not None and any(p["head_dim"] == alike.head_dim for p in points) else None
     head_dim = int(commonest) if alike is None else alike.head_dim
@@ -234,6 +237,9 @@ def _near(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
         older_share=theirs.older_share,
         older_share_full=theirs.older_share_full,
+        block_window_s=theirs.block_window_s,
+        window_pair_s=theirs.window_pair_s,
+        shared_window_factor=theirs.shared_window_factor,
         discrepancy=theirs.discrepancy,
     )
     if not points:

@@ -18,10 +18,13 @@ from cpsim.models.attention.discrepancy import NONE
 from cpsim.models.attention.params import PER_PAIR, AttentionParams
 
 Key = tuple[str, str]
-FEWEST: Final = 6
+FEWEST: Final = 5
 """Fewer calls of a kernel, pass and head dimension tell nothing."""
 OF_WINDOWS: Final = {"block_window_s": 0.02, "window_pair_s": 0.02}
 """Parameters that windows tell, and weights that hold their logarithms near where the fit starts."""
+SHARING: Final = {"shared_window_factor": 0.02}
+"""The same where some of these calls share keys and some do not; the fit starts at `FEW`."""
+FEW: Final = 0.3
 STEPS: Final = (0.5, 0.25, 0.12)
 OTHER_CODE: Final = 0.02
 """The weight of `full_factor`, where there are points with and without a mask."""
@@ -48,21 +51,24 @@ def fit_shapes(attention: Mapping[Key, AttentionParams], points: Sequence[Point]
     for key, params in attention.items():
         mine = [p for p in points if p["op"] == "attention" and (p["kernel"], p["pass"]) == key and not is_usual(p)]
         if mine and not params.anatomy.lists_blocks:
-            made[key] = _with_values(_with_windows(params, mine), mine)
+            made[key] = _with_windows(_with_values(_with_windows(params, mine), mine), mine)
     return made
 
 
 def _with_windows(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
-    """At every head dimension that has enough points with windows."""
+    """At every head dimension, of values, too, that has enough points with windows."""
 
     def at(one: AttentionParams) -> AttentionParams:
-        here = [p for p in points if p["head_dim"] == one.head_dim and has_window(p) and not p.get("value_dim")]
-        if len(here) < FEWEST or one.value_dim:
+        size = one.head_dim, one.value_dim
+        here = [p for p in points if (p["head_dim"], p.get("value_dim", 0)) == size and has_window(p)]
+        if len(here) < FEWEST:
             return one
         window, pair = 2 * one.block_causal_s, FIRST_SHARE * one.pair_s
+        both = len({p["num_heads"] > p["num_kv_heads"] for p in here}) > 1
         first = replace(one, head_dims=(), block_window_s=window, window_pair_s=pair)
-        found = fit_few(here, first, OF_WINDOWS, STEPS)
-        return replace(one, block_window_s=found.block_window_s, window_pair_s=found.window_pair_s)
+        first = replace(first, shared_window_factor=FEW if both else one.shared_window_factor)
+        found = fit_few(here, first, OF_WINDOWS | (SHARING if both else {}), STEPS)
+        return replace(one, **{name: getattr(found, name) for name in (*OF_WINDOWS, *SHARING)})
 
     return params.everywhere(at)
 

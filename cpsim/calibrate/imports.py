@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,25 +12,24 @@ from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.nccl_logs import Said, missing, read_nccl_log
 from cpsim.calibrate.points import read_point
 from cpsim.calibrate.topology import describes_a_node
-from cpsim.case.files import as_profile_error, read_text
 from cpsim.case.gpu import gpu_of_driver, gpus
+from cpsim.case.published import OUT_OF_MEMORY, count, is_long, mask_options, packs_of, read_rows
 from cpsim.errors import QUOTED, ProfileError, cut, plain, shown
+from cpsim.masks.names import MASK_NAMES, Value
+from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.kernels import KERNELS
+from cpsim.models.feasible import limits_of
 from cpsim.units import MEASURED_S, Quantity, number_or_text
 
 # --- tables of kernels ---
 
-_COLUMNS: Final = {
-    "wd": "pass",
-    "seqlen": "tokens",
-    "seq_len_tokens": "tokens",
-    "q_heads": "heads",
-    "tflop_per_s": "tflops",
-    "tflops_per_s": "tflops",
-}
 _RATE: Final = Quantity("FLOP/s", 1e6, 1e19)
 _NEEDED: Final = ("kernel", "pass", "mask", "tokens")
-_MASKS: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
+_CAUSAL: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
+"""Masks of plain calls, and whether they are causal."""
+_WINDOWS: Final = {"causal_sliding_window": 0, "full_sliding_window": UNCUT}
+"""Masks of windows: keys after a query's own that it sees; UNCUT: as many as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +46,17 @@ class Table:
 def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Point], list[str]]:
     """GPU and source, the points of a CSV table, and what was left out, in words.
 
-    Columns: kernel, pass (fwd, bwd), mask (full, causal; with a column `documents`, lengths separated by spaces, also
-    full_document, causal_document), tokens (8192 or 8k), tflops or ms, and where not given otherwise gpu, heads,
-    kv_heads, head_dim; rested (yes) where pauses between calls keep the full clock. Lines that begin with # say where
-    the table comes from.
+    Columns: kernel, pass (fwd, bwd), mask (any of `cpsim mask`), options (of the mask, as block=128 density=0.5),
+    documents (lengths separated by spaces, or packs as `packs_of` reads them, whose mean rate stands for that of the
+    pack with the median area; one of all tokens where there are none), tokens (8192 or 8k), tflops or ms, and where not
+    given otherwise gpu, heads, kv_heads, head_dim; value_dim where values have another size; rested (yes) where pauses
+    between calls keep the full clock; device (yes) where times hold no launches. Lines that begin with # say where the
+    table comes from.
 
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
     """
-    source, table = _rows(path)
+    source, table = read_rows(path)
     missing = [name for name in _NEEDED if not table or name not in table[0][1]]
     if missing or not {"tflops", "ms"} & table[0][1].keys():
         wanted = ", ".join([*_NEEDED, "tflops (or ms)"])
@@ -66,6 +66,7 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     if gpu is None:
         raise ProfileError(f"{path}: which GPU? give --gpu, e.g. {shown(' or '.join(sorted(map(str, gpus))))}")
     points: list[Point] = []
+    timed: list[Point] = []
     left: dict[str, int] = {}
     for number, row in table:
         if row.get("gpu", gpu) != gpu:
@@ -78,42 +79,13 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
             points.append(read_point(_kernel_point(row, given)))
         except ValueError as error:
             raise ProfileError(f"{path} line {number}: {error}") from None
+        if _is_yes(row, "device"):
+            timed.append(points.pop())
     header = {"gpu": gpu, "num_gpus": 1, "num_sms": _num_sms(gpu, given), "published": source or path.name}
-    kept = _long_enough(points)
-    if len(kept) < len(points):
-        left["near the shortest of their kernel, so that launches may decide"] = len(points) - len(kept)
+    kept = timed + _long_enough(points)
+    if len(kept) < len(timed) + len(points):
+        left["near the shortest of their kernel, so that launches may decide"] = len(timed) + len(points) - len(kept)
     return header, kept, [f"{count} rows: {reason}" for reason, count in left.items()]
-
-
-def _rows(path: Path) -> tuple[str, list[tuple[int, dict[str, str]]]]:
-    """What comments of a table say, and its rows by names of columns, with the numbers of their lines."""
-    lines = [(number, line) for number, line in enumerate(_text(path).split("\n"), start=1) if line.strip()]
-    source = " ".join(line.lstrip("# ").strip() for _, line in lines if line.startswith("#"))
-    kept = [(number, line) for number, line in lines if not line.startswith("#")]
-    reader, table = csv.reader(line for _, line in kept), []
-    names: list[str] = []
-    try:
-        for cells in reader:
-            number = kept[reader.line_num - 1][0]
-            if not names:
-                names = [_COLUMNS.get(name.strip(), name.strip()) for name in cells]
-                if len(set(names)) < len(names):
-                    raise ProfileError(f"{path} line {number}: expected every column once, got {shown(cells)}")
-            elif len(cells) != len(names):
-                raise ProfileError(
-                    f"{path} line {number}: expected {len(names)} cells, got {len(cells)}: {shown(cells)}"
-                )
-            else:
-                table.append((number, dict(zip(names, map(str.strip, cells), strict=True))))
-    except csv.Error as error:
-        raise ProfileError(f"{path} line {reader.line_num}: {error}") from None
-    return source, table
-
-
-LAUNCH_S: Final = 1e-3
-LAUNCHED: Final = 2.0
-"""Published tables time calls with their launches: those shorter than a time, which a backward pass from Python takes,
-and a multiple of the shortest call may show nothing else."""
 
 
 def _long_enough(points: Sequence[Point]) -> list[Point]:
@@ -122,7 +94,7 @@ def _long_enough(points: Sequence[Point]) -> list[Point]:
     for p in points:
         key = p["kernel"], p["pass"]
         floor[key] = min(p["samples_s"][0], floor.get(key, float("inf")))
-    return [p for p in points if p["samples_s"][0] >= min(LAUNCH_S, LAUNCHED * floor[p["kernel"], p["pass"]])]
+    return [p for p in points if is_long(p["samples_s"][0], floor[p["kernel"], p["pass"]])]
 
 
 def _unknown(row: dict[str, str]) -> str:
@@ -130,9 +102,15 @@ def _unknown(row: dict[str, str]) -> str:
     mask = row["mask"].removesuffix("_mask")
     if (row["kernel"], row["pass"]) not in KERNELS:
         return plain(cut(f"kernel {row['kernel']} {row['pass']}", QUOTED)) + " has no model"
-    if mask not in _MASKS:
+    if mask not in MASK_NAMES:
         return plain(cut(f"mask {row['mask']}", QUOTED)) + " without a model"
-    return "documents without their lengths" if mask.endswith("document") and not row.get("documents") else ""
+    if (row.get("tflops") or row.get("ms") or OUT_OF_MEMORY).upper() == OUT_OF_MEMORY:
+        return "no time"
+    if not mask.endswith("document"):
+        return ""
+    if not row.get("documents"):
+        return "documents without their lengths"
+    return "" if limits_of(row["kernel"]).varlen else f"documents, which {row['kernel']} takes from other code alone"
 
 
 def _kernel_point(row: dict[str, str], given: Table) -> Point:
@@ -141,11 +119,17 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
         raise ValueError("how many heads? add a column or give --heads")
     kv_heads, dim = _whole(row, "kv_heads", given.kv_heads or heads), _whole(row, "head_dim", given.head_dim)
     tokens = row["tokens"].lower()
-    total = _count(tokens.removesuffix("k"), "tokens") * (1024 if tokens.endswith("k") else 1)
-    lens = [_count(n, "documents") for n in row["documents"].split()] if row.get("documents") else [total]
-    causal = _MASKS[row["mask"].removesuffix("_mask")]
-    area = sum(n * (n + 1) / 2 if causal else n * n for n in lens)
-    flop = 4 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
+    total = count(tokens.removesuffix("k"), "tokens") * (1024 if tokens.endswith("k") else 1)
+    mask = row["mask"].removesuffix("_mask")
+    options = mask_options(mask, row.get("options", ""))
+    packs = packs_of(row.get("documents", ""), total)
+    areas = [int(mask_slices(mask, pack, options).areas().sum()) for pack in packs]
+    area, lens = sorted(zip(areas, packs, strict=True))[len(packs) // 2]
+    anatomy = KERNELS[row["kernel"], row["pass"]].anatomy
+    call = _call(mask, options, any_mask=anatomy.lists_blocks or anatomy.gathers_keys)
+    values = _whole(row, "value_dim", 0)
+    of_keys, of_values = (6, 4) if row["pass"] == "bwd" else (2, 2)
+    flop = float(area) * heads * (of_keys * dim + of_values * (values or dim))
     if "ms" in row:
         seconds = _number(row, "ms", "ms", MEASURED_S, 1e-3)
     else:
@@ -158,23 +142,34 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": dim,
-        "causal": causal,
-        "varlen": len(lens) > 1,
-        "q_lens": lens,
-        "k_lens": lens,
-        **({"rested": True} if row.get("rested", "").lower() in ("yes", "true", "1") else {}),
+        **call,
+        "varlen": len(lens) > 1 and "mask" not in call,
+        "q_lens": list(lens),
+        "k_lens": list(lens),
+        **({"area": area} if "mask" in call else {}),
+        **({"value_dim": values} if values not in (0, dim) else {}),
+        **({"rested": True} if _is_yes(row, "rested") else {}),
         "samples_s": [seconds],
     }
 
 
-def _count(text: str, name: str) -> int:
-    if not (text.isdecimal() and len(text) < 12):
-        raise ValueError(f"{name}: expected a whole number, got {shown(text)}")
-    return int(text)
+def _call(mask: str, options: Mapping[str, Value], *, any_mask: bool) -> dict[str, Any]:
+    """Fields of a point that say its mask; of a kernel that takes any, windows are one."""
+    if mask in _CAUSAL:
+        return {"causal": _CAUSAL[mask]}
+    if any_mask or mask not in _WINDOWS:
+        return {"causal": False, "mask": mask, "options": dict(options)}
+    window = int(options.get("window", MASK_NAMES[mask].options["window"].default))  # type: ignore[arg-type]
+    after = window if _WINDOWS[mask] == UNCUT else _WINDOWS[mask]
+    return {"causal": after == 0, "window": [window, after]}
+
+
+def _is_yes(row: dict[str, str], name: str) -> bool:
+    return row.get(name, "").lower() in ("yes", "true", "1")
 
 
 def _whole(row: dict[str, str], name: str, otherwise: int) -> int:
-    return _count(row[name], name) if row.get(name) else otherwise
+    return count(row[name], name) if row.get(name) else otherwise
 
 
 def _number(row: dict[str, str], name: str, unit: str, quantity: Quantity, factor: float) -> float:
@@ -230,8 +225,3 @@ def import_files(
     files = [path.name for path in paths]
     merged |= {"torch": "", "commit": "", "command": command, "files": files, "date": date}
     return merged, points, left, notes + missing(points)
-
-
-def _text(path: Path) -> str:
-    with as_profile_error():
-        return read_text(path)

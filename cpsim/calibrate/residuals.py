@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.calibrate.measurement import Point
-from cpsim.masks.blocks import Visits, row_sequences, sequence_slices, table_of, visits
+from cpsim.masks.blocks import Visits, row_sequences, sequence_slices, slice_windows, table_of, visits
 from cpsim.masks.shapes import mask_slices
-from cpsim.masks.slices import UNCUT, Slices
+from cpsim.masks.slices import UNCUT, Ints, Slices
 from cpsim.masks.tiles import share_of
 from cpsim.models.attention.blocks import FEATURES
 from cpsim.models.attention.params import AttentionParams, calls, listed_calls
@@ -95,7 +95,7 @@ def _predicted_calls(
     if params.anatomy.lists_blocks:
         seconds, features, slower = listed_calls(params, [visits_of(point) for point in points], *heads, head_dim)
     else:
-        q_lens, k_lens = zip(*(_lengths(params, point) for point in points), strict=True)
+        q_lens, k_lens, windows = zip(*(_sequences(params, point) for point in points), strict=True)
         counts = [len(each) for each in q_lens]
         seconds, features, slower = calls(
             params,
@@ -105,8 +105,8 @@ def _predicted_calls(
             np.repeat(column("causal", bool), counts),
             *heads,
             head_dim,
-            column("varlen", bool) | params.anatomy.gathers_keys,
-            window=np.repeat([window_of(point) for point in points], counts, axis=0),
+            column("varlen", bool) | params.anatomy.gathers_keys | params.anatomy.takes_slices,
+            window=np.concatenate(windows),
             value_dim=value_dim,
         )
     full = seconds / slower
@@ -124,15 +124,21 @@ def window_of(point: Point) -> tuple[int, int]:
     return (UNCUT if left >= longest else left, UNCUT if right >= longest else right)
 
 
-def _lengths(params: AttentionParams, point: Point) -> tuple[Sequence[int], Sequence[int]]:
-    """Queries and keys of the sequences that a kernel without lists of blocks makes of an attention point.
+def _sequences(params: AttentionParams, point: Point) -> tuple[Sequence[int], Sequence[int], Ints]:
+    """Queries, keys and windows of the sequences that a kernel without lists of blocks makes of an attention point.
 
     One that computes all pairs and masks them afterwards takes any mask as one sequence.
     """
+    if params.anatomy.takes_slices:
+        q_len, k_len, *window = slice_windows(_slices(_shape(point))[0]).T
+        return q_len.tolist(), k_len.tolist(), np.stack(window, axis=1)
     if params.anatomy.gathers_keys:
-        return _rows(_shape(point))
-    q_lens, k_lens = point["q_lens"], point["k_lens"]
-    return ([sum(q_lens)], [sum(k_lens)]) if "mask" in point else (q_lens, k_lens)
+        q_lens, k_lens = _rows(_shape(point))
+    elif "mask" in point:
+        q_lens, k_lens = [sum(point["q_lens"])], [sum(point["k_lens"])]
+    else:
+        q_lens, k_lens = point["q_lens"], point["k_lens"]
+    return q_lens, k_lens, np.tile(window_of(point), (len(q_lens), 1))
 
 
 def visits_of(point: Point) -> Visits:

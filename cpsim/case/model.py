@@ -168,6 +168,16 @@ class Model:
     """Whether linear layers of experts have biases."""
     sparse: Sparse | None = None
     """How queries of every layer choose their keys; None: they see all."""
+    kv_shared_layers: int = 0
+    """Layers that attend to keys and values of an earlier layer and make none.
+
+    Reference: Brandon et al., "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention" (2024); Gemma 3n.
+    """
+
+    @property
+    def borrows(self) -> bool:
+        """Whether all layers attend to keys and values that others made."""
+        return self.kv_shared_layers == self.layers
 
     @property
     def absorbed(self) -> bool:
@@ -197,6 +207,10 @@ class Model:
     @property
     def kinds(self) -> tuple[tuple[float, Model], ...]:
         """Kinds of layers: the share of each, and the model if all layers were of that kind."""
+        if 0 < self.kv_shared_layers < self.layers:
+            borrowed = self.kv_shared_layers / self.layers
+            makes, borrows = (replace(self, kv_shared_layers=number) for number in (0, self.layers))
+            return (1.0 - borrowed, makes), (borrowed, borrows)
         if self.recurrent is None or not (self.attention_layers or 0 < self.bare_layers < self.layers):
             return ((1.0, self),)
         alike = replace(self, attention_layers=0, bare_layers=0)
@@ -222,9 +236,11 @@ class Model:
         return self.value_dim or self.head_dim
 
     def attended(self, tp: int) -> int:
-        """Elements of a token's queries, keys and values on each of `tp` ranks."""
+        """Elements of a token's queries, keys and values on each of `tp` ranks, of those that a layer makes."""
         if self.recurrent:
             return self.recurrent.channels // tp
+        if self.borrows:
+            return self.heads * self.head_dim // tp
         if self.absorbed:
             return (self.heads // tp + 1) * self.latent_dim
         return (self.heads * self.head_dim + self.kv_heads * (self.head_dim + self.values)) // tp

@@ -189,11 +189,13 @@ class ModelSection(BaseModel):
     sinks: bool | None = None
     clamped: bool | None = None
     expert_bias: bool | None = None
+    kv_shared_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields where they say nothing: these words are the seed of a prediction's draws."""
         later = {"window", "window_pattern", "kv_rank", "q_rank", "rope_dim", "value_dim", "dense_layers"}
         later |= {"recurrent", "attention_layers", "bare_layers", "sparse", "sinks", "clamped", "expert_bias"}
+        later |= {"kv_shared_layers"}
         said = [(name, value) for name, value in super().__repr_args__() if name not in later or value]
         return [(name, value) for name, value in said if name != "gated" or value is False]
 
@@ -216,6 +218,21 @@ class ModelSection(BaseModel):
             )
         if self.recurrent and self.window:
             raise ValueError("recurrent: does not go with window; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        """Whether some layers make keys that the others share."""
+        if not self.kv_shared_layers:
+            return self
+        if self.kv_shared_layers >= self.layers:
+            raise ValueError(
+                f"kv_shared_layers: expected less than {self.layers} layers, got {self.kv_shared_layers}; the others "
+                f"make the keys"
+            )
+        for name in ("recurrent", "kv_rank", "sparse"):
+            if getattr(self, name):
+                raise ValueError(f"kv_shared_layers: does not go with {name}; leave one of them out")
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from cpsim.cli.terminal import (
     refuse,
     typed,
 )
-from cpsim.errors import CpsimError, nearest
+from cpsim.errors import CpsimError, InfeasibleError, nearest
 from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
@@ -45,14 +45,21 @@ def clusters(as_json: Json = False) -> None:
 
 
 def kernels(
+    context: typer.Context,
     profile: Annotated[list[str] | None, typer.Option(help="Profile to tabulate; may be repeated.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
+    published: Annotated[bool, typer.Option("--published", help="Benchmarks' own calls beside predictions.")] = False,
     as_json: Json = False,
 ) -> None:
     """List attention kernels: masks, passes and types that they take, TFLOP/s and memory by mask and length."""
     from cpsim.models.profile import load_profile
+
+    if published:
+        refuse("kernels: --published has heads of its own", typed(context, "heads", "kv_heads", "head_dim"))
+        _published(profile or ["h100", "b200"], as_json)
+        return
     from cpsim.prediction.kernel_tables import speeds, support
     from cpsim.report.kernels import kernels_record, kernels_view
 
@@ -62,6 +69,20 @@ def kernels(
         print(json.dumps(kernels_record(support(), rates), indent=1))
     else:
         console().print(kernels_view(support(), rates, f"{heads}:{kv_heads}"))
+
+
+def _published(profiles: list[str], as_json: bool) -> None:
+    from cpsim.models.profile import load_profile
+    from cpsim.prediction.kernels_beside import beside, supported
+    from cpsim.report.kernels_beside import published_record, published_view
+
+    rows = beside([load_profile(name) for name in profiles])
+    if not rows:
+        raise CpsimError(f"kernels: no table is published of the GPUs of {', '.join(profiles)}; try h100 or b200")
+    if as_json:
+        print(json.dumps(published_record(supported(), rows), indent=1))
+    else:
+        console().print(published_view(supported(), rows))
 
 
 def strategies(
@@ -95,6 +116,8 @@ def strategies(
 
 TOKENS_OF_CELL: Final = 256
 """Tokens of a cell of a strategy's picture."""
+HEADS_OF_PICTURE: Final = (4, 8, 16, 32, 64)
+"""Heads of the case that is drawn: the fewest that the strategy takes."""
 
 
 def _draw_strategy(
@@ -114,18 +137,26 @@ def _draw_strategy(
     if mask not in MASK_NAMES:
         raise CpsimError(f"mask: {mask!r} is unknown; {nearest(mask, MASK_NAMES)}")
     given = dict(_setting(entry) for entry in knobs)
-    case = Workload(
-        documents=tuple(TOKENS_OF_CELL * length for length in lengths),
-        mask=mask,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=128,
-        dtype="bf16",
-    )
     cluster = replace(presets()["dgx-h200"], num_gpus=gpus, gpus_per_node=min(gpus, 8))
-    schedules = {pass_: plan(name, case, cluster, pass_, given) for pass_ in ("fwd", "bwd")}
+    refused: list[InfeasibleError] = []
+    for heads in HEADS_OF_PICTURE:
+        case = Workload(
+            documents=tuple(TOKENS_OF_CELL * length for length in lengths),
+            mask=mask,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=128,
+            dtype="bf16",
+        )
+        try:
+            schedules = {pass_: plan(name, case, cluster, pass_, given) for pass_ in ("fwd", "bwd")}
+            break
+        except InfeasibleError as error:
+            refused.append(error)
+    else:
+        raise refused[0]
     said = ", ".join([name, *(f"{key} {value}" for key, value in given.items())])
-    heading = f"{said}: {gpus} GPUs, {case.num_tokens:,} tokens, {mask}, 4 heads of 128"
+    heading = f"{said}: {gpus} GPUs, {case.num_tokens:,} tokens, {mask}, {case.num_heads} heads of 128"
     maps = [part(schedules["fwd"], case, TOKENS_OF_CELL) for part in (holdings.computed, holdings.held)]
     found = holdings.shares(schedules, case)
     if as_json:

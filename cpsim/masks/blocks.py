@@ -36,6 +36,8 @@ class Visits:
     """Partial and full blocks of every row of keys, ``int64[key blocks, 2]``."""
     rule: int
     """How pairs of partial blocks are decided: RUNS, CELLS or BANDS."""
+    causal: bool = False
+    """Whether no query sees a key after its own, where the last query's own key is the last one."""
 
     def partial_rule(self) -> int | None:
         """How pairs of partial blocks are decided; None where there are no partial blocks."""
@@ -46,7 +48,8 @@ def visits(slices: Slices, num_q: int, num_k: int) -> Visits:
     """The blocks of ``BLOCK x BLOCK`` tokens that a mask of disjoint slices touches."""
     table = table_of(slices)
     of_queries, of_keys = _counts(block_kinds(table, num_q, num_k, BLOCK))
-    return Visits(num_q, num_k, of_queries, of_keys, rule_of(table, num_q))
+    latest = np.minimum(slices.high, slices.k_end - 1 - slices.q_start).max(initial=num_k - num_q)
+    return Visits(num_q, num_k, of_queries, of_keys, rule_of(table, num_q), bool(latest <= num_k - num_q))
 
 
 @compiled()
@@ -88,6 +91,18 @@ def sequence_slices(q_lens: Ints, k_lens: Ints, window: Ints) -> Slices:
     low = np.where(left == UNCUT, -UNBOUNDED, k_end - q_end - left)
     high = np.where(right == UNCUT, UNBOUNDED, k_end - q_end + right)
     return Slices(q_end - q_lens, q_end, k_end - k_lens, k_end, low, high)
+
+
+def slice_windows(mask: Slices) -> Ints:
+    """Queries and keys of every slice of a mask, and the keys before and after a query's own that it sees where the
+    last query's own key is the last one, ``int64[M, 4]``: the inverse of ``sequence_slices``."""
+    q0, q1, k0, k1, low, high = mask.table().T
+    k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
+    q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
+    left = np.where(low <= k0 - q1 + 1, UNCUT, k1 - q1 - low)
+    right = np.where(high >= k1 - 1 - q0, UNCUT, high - k1 + q1)
+    table: Ints = np.stack([q1 - q0, k1 - k0, left, right], axis=1)[(q0 < q1) & (k0 < k1)]
+    return table
 
 
 @compiled()

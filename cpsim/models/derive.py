@@ -58,12 +58,16 @@ flash-attention 2 takes on H200 and H100, two blocks of an SM together."""
 WARP_OVERLAP: Final = 8.0
 """As OVERLAP, of these kernels and slower tensor cores: on RTX 4090, whose tensor cores need three times as long as its
 warps, they reach the peak (apache/tvm, tl_doc/flash_perf.md)."""
-OF_WARPS: Final = ("fa2", "sdpa_flash", "flashinfer_fa2")
+OF_WARPS: Final = ("fa2", "sdpa_flash", "flashinfer_fa2", "flash_mask", "fa2_sparse")
 """Kernels of `mma.sync`."""
 OF_MEMORY: Final = ("sdpa_math", "math")
 """Kernels that write all scores to memory and read them again."""
 RUNS_ON: Final[Mapping[str, tuple[str, ...]]] = {
     "fa3": ("hopper",),
+    "ffa": ("hopper",),
+    "ffa_fa4": BLACKWELL,
+    "flash_mask": ("ampere", "ada", "hopper", *BLACKWELL),
+    "fa2_sparse": ("ampere", "ada", "hopper", *BLACKWELL),
     "flashinfer": ("hopper",),
     "fa4": ("hopper", *BLACKWELL),
     "fa4_sparse": ("hopper", *BLACKWELL),
@@ -85,6 +89,7 @@ TIMES_OF_BLOCKS: Final = (
     "block_varlen_s",
     "block_decode_s",
     "block_banded_s",
+    "passed_s",
     "window_pair_s",
     "partial_pair_s",
     "celled_pair_s",

@@ -11,10 +11,19 @@ from numpy.typing import NDArray
 
 from cpsim.case.workload import LATENT, mean_head_bytes
 from cpsim.errors import InfeasibleError, UnmeasuredError
-from cpsim.masks.blocks import BLOCK, Visits, causal_windows, row_sequences, sequence_slices, table_of, visits
+from cpsim.masks.blocks import (
+    BLOCK,
+    Visits,
+    causal_windows,
+    row_sequences,
+    sequence_slices,
+    slice_windows,
+    table_of,
+    visits,
+)
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
-from cpsim.models.attention.kernels import KERNELS
+from cpsim.models.attention.kernels import KERNELS, UNMEASURED
 from cpsim.runtime.compiled import compiled
 from cpsim.schedule.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule, is_one_of
 
@@ -43,6 +52,8 @@ class Limits:
     """With any_mask: only masks of whole blocks of 128 x 128 tokens."""
     rectangles: bool = False
     """With any_mask: only masks of whole rectangles, of any sizes."""
+    hidden_runs: int = 0
+    """With any_mask: runs of queries that the mask may hide from a key; 0: any number."""
     backward: bool = True
     windows: Literal["", "causal", "both"] = ""
     """Windows that it takes as arguments: keys before a query's own, or on both sides."""
@@ -67,7 +78,7 @@ as long as its FLOP take in heads of 128, at some 730 TFLOP/s of 128 query heads
 LIMITS: Final = {
     "fa2": Limits(windows="both"),
     "fa3": Limits(windows="both", values="unmeasured", latents=True, sinks="forward"),
-    "fa4": Limits(windows="both", values="unmeasured", sinks="both"),
+    "fa4": Limits(windows="both", values="measured", sinks="both"),
     "cudnn": Limits(
         varlen=False,
         batches=True,
@@ -80,6 +91,10 @@ LIMITS: Final = {
     "sdpa_flash": Limits(places_results=False, copies_outputs=True, windows="both"),
     "fa2_ranges": Limits(any_mask=True),
     "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
+    "ffa": Limits(any_mask=True, sinks="both", max_head_dim=128),
+    "ffa_fa4": Limits(any_mask=True, sinks="both", max_head_dim=128),
+    "flash_mask": Limits(any_mask=True, hidden_runs=2),
+    "fa2_sparse": Limits(any_mask=True, whole_blocks=True, backward=False),
     "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flashinfer_fa2": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flex": Limits(places_results=False, any_mask=True, values="unmeasured"),
@@ -87,7 +102,11 @@ LIMITS: Final = {
     "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True, max_head_dim=1024),
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
-``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
+``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. ``ffa`` and ``ffa_fa4``: MagiAttention at
+2c64135 (magi_attention/functional). ``flash_mask``: PaddlePaddle's FlashMask (Wang et al., 2024), whose mask is two
+ranges of hidden rows for each column. ``fa2_sparse``: LongCA-bench, table 2.
+
+PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu). Sinks: of fa3 in
 vLLM's fork (vllm-project/flash-attention, pull request 75); of fa4 backward since July 2026 (Dao-AILab/flash-attention,
 pull request 2706); none of flash-attn 2 (issue 1797) and of PyTorch's functions."""
@@ -99,7 +118,7 @@ causal masks and windows that are aligned to the bottom right (``padding_causal_
 
 def kernel_names() -> tuple[str, ...]:
     """Names of the kernels that are known, those with a model first."""
-    return tuple(dict.fromkeys((*(kernel for kernel, _ in KERNELS), *LIMITS)))
+    return tuple(dict.fromkeys((*(kernel for kernel, _ in KERNELS), *LIMITS, *UNMEASURED)))
 
 
 def limits_of(kernel: str, direct: bool = False) -> Limits:
@@ -180,6 +199,8 @@ def check_calls(
         _check_blocks(kernel, tile_visits(schedule, ops, head_bytes))
     if limits.rectangles:
         _check_rectangles(kernel, schedule, ops, head_bytes)
+    if limits.hidden_runs:
+        _check_hidden(kernel, limits.hidden_runs, schedule, ops, head_bytes)
     if limits.any_mask:
         return
     used = np.zeros(len(found.one_call), np.bool_)
@@ -225,10 +246,12 @@ def _check_values(kernel: str, limits: Limits, head_dim: int, value_dim: int) ->
         raise UnmeasuredError(f"kernel {kernel} takes {sizes}, but nobody has measured what they cost here")
 
 
-def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule, value_dim: int = 0) -> str:
+def refusal(
+    kernel: str, dtype: str, head_dim: int, schedule: Schedule, value_dim: int = 0, *, direct: bool = False
+) -> str:
     """Why ``check_calls`` refuses a schedule; empty where it does not."""
     try:
-        check_calls(kernel, dtype, head_dim, schedule, value_dim=value_dim)
+        check_calls(kernel, dtype, head_dim, schedule, direct=direct, value_dim=value_dim)
     except InfeasibleError as reason:
         return str(reason)
     return ""
@@ -270,6 +293,37 @@ def _check_rectangles(kernel: str, schedule: Schedule, ops: Ints, head_bytes: in
         raise InfeasibleError(
             f"kernel {kernel} runs masks of whole rectangles; this strategy's share of the mask cuts some; use flex"
         ) from None
+
+
+def _check_hidden(kernel: str, most: int, schedule: Schedule, ops: Ints, head_bytes: int) -> None:
+    masks = _masks_of_tiles(schedule, ops, head_bytes)
+    runs = max((hidden_runs(slices, num_q) for _, slices, num_q, _ in masks), default=0)
+    if runs > most:
+        raise InfeasibleError(
+            f"kernel {kernel} runs masks that hide up to {most} runs of queries from a key; this strategy's share of "
+            f"the mask hides {runs}; use flex"
+        )
+
+
+def hidden_runs(mask: Slices, num_q: int) -> int:
+    """Most runs of queries that a mask of disjoint slices hides from one key: from the first, the middle and the last
+    between any two at which slices begin or end."""
+    edges = np.unique(np.concatenate((mask.k_start, mask.k_end)))
+    keys = np.unique(np.concatenate((edges[:-1], (edges[:-1] + edges[1:]) // 2, edges[1:] - 1)))
+    first, last = np.searchsorted(keys, mask.k_start), np.searchsorted(keys, mask.k_end)
+    row = np.repeat(np.arange(len(mask)), last - first)
+    at = np.arange(len(row)) - np.repeat(np.cumsum(last - first) - last, last - first)
+    key = keys[at]
+    begin = np.maximum(mask.q_start[row], key - mask.high[row])
+    end = np.minimum(mask.q_end[row], key - mask.low[row] + 1)
+    seen = begin < end
+    at, begin, end = at[seen], begin[seen], end[seen]
+    order = np.lexsort((begin, at))
+    at, begin, end = at[order], begin[order], end[order]
+    opens, closes = np.diff(at, prepend=-1) > 0, np.diff(at, append=-1) != 0
+    before = np.where(opens, 0, np.roll(end, 1))
+    hidden = np.bincount(at, (begin > before) + 0.0 + (closes & (end < num_q)), len(keys))
+    return int(hidden.max(initial=0.0))
 
 
 def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
@@ -383,6 +437,18 @@ def union(ranges: Ints) -> Ints:
     np.add.at(depth, np.searchsorted(edges, ranges[:, 1]), -1)
     change = np.diff((np.cumsum(depth) > 0).astype(np.int8), prepend=0)
     return np.stack([edges[change == 1], edges[change == -1]], axis=1)
+
+
+def sliced_sequences(
+    schedule: Schedule, ops: Ints, head_bytes: int
+) -> tuple[tuple[Ints, Ints, Ints, NDArray[np.bool_]], Ints]:
+    """As `dense_sequences`, for a kernel that takes a mask as slices, with the window of each."""
+    tables = {tile: slice_windows(slices) for tile, slices, _, _ in _masks_of_tiles(schedule, ops, head_bytes)}
+    none = np.zeros((0, 4), np.int64)
+    every = [tables.get(tile, none) for tile in range(len(schedule.tiles.area))]
+    start = np.concatenate([[0], np.cumsum([len(table) for table in every])])
+    q_len, k_len, left, right = np.concatenate(every).T
+    return (start, q_len, k_len, right >= 0), np.stack([left, right], axis=1)
 
 
 def dense_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from cpsim.errors import InfeasibleError, NotMeasuredError, shown
+from cpsim.models.attention.kernels import UNMEASURED
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import GemmParams
@@ -119,11 +120,13 @@ class Profile:
         """Parameters of one kernel and pass (`fwd` or `bwd`).
 
         Raises:
-            NotMeasuredError: the kernel was not measured; lists those that were.
+            NotMeasuredError: the kernel was not measured; lists those that were, or says where it could be.
         """
         try:
             return self.attention[kernel, pass_]
         except KeyError:
+            if kernel in UNMEASURED:
+                raise NotMeasuredError(f"kernel {kernel} was not measured: {UNMEASURED[kernel]}") from None
             known = ", ".join(sorted({k for k, _ in self.attention}))
             raise NotMeasuredError(f"profile {self.name} lacks kernel {kernel!r} {pass_}; it has {known}") from None
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from cpsim.case.gpu import Gpu, gpu_of_driver
 from cpsim.models.attention.discrepancy import NONE
+from cpsim.models.attention.kernels import KERNELS, anatomy_at
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.derive import moved
 from cpsim.models.parameters import LayerCosts, Profile
 
-ALIKE: Final = {"fa3": "fa4"}
-"""Kernels that no profile of ours measures, and the one that lends them what published tables cannot tell."""
+ALIKE: Final = {"fa3": "fa4", "ffa": "fa4", "ffa_fa4": "fa4", "flash_mask": "fa2", "fa2_sparse": "fa2"}
+"""Kernels that no profile of ours measures, and the one of whose code they are, which lends them what published tables
+cannot tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,16 @@ class StandIn:
         code."""
         kernel, pass_ = key
         theirs = self.profile.attention.get((ALIKE.get(kernel, kernel), pass_))
-        return None if theirs is None else theirs.everywhere(lambda params: replace(params, discrepancy=NONE))
+
+        def own(params: AttentionParams) -> AttentionParams:
+            if kernel not in ALIKE:
+                return replace(params, discrepancy=NONE)
+            more: dict[str, Any] = {
+                name: time for name, time in KERNELS[key].start.items() if getattr(params, name) == 0.0
+            }
+            return replace(params, anatomy=anatomy_at(kernel, pass_, params.head_dim), discrepancy=NONE, **more)
+
+        return None if theirs is None else theirs.everywhere(own)
 
     def alike(self, key: tuple[str, str], num_sms: int) -> AttentionParams | None:
         """This kernel and pass on a GPU with as many SMs, where it is the same code and takes nearly as long."""

@@ -14,7 +14,7 @@ from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.masks.names import MASK_NAMES, Value
 from cpsim.models.attention.calls import attention_op_seconds
-from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
+from cpsim.models.attention.kernels import KERNELS, NAIVE, UNMEASURED, working_bytes
 from cpsim.models.feasible import DTYPES, kernel_names, limits_of, refusal, tile_visits
 from cpsim.models.profile import Profile, load_profile, shipped_profiles
 from cpsim.models.standin import ALIKE
@@ -100,9 +100,9 @@ def _head_dims(kernel: str, profiles: Sequence[Profile]) -> str:
 def _why_not(kernel: str, mask: str, profiles: Sequence[Profile]) -> str:
     """Why calls of a kernel under a mask cannot be priced: it does not run them, or no profile has measured them."""
     if (kernel, "fwd") not in KERNELS:
-        return "nobody has measured this kernel: it has no model"
+        return f"nobody has measured this kernel: {UNMEASURED[kernel]}"
     case = Workload(documents=EXAMPLE, mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
-    schedule = _one_call(case)
+    schedule = one_call(case)
     reason = refusal(kernel, case.dtype, case.head_dim, schedule)
     having = [p for p in profiles if (kernel, "fwd") in p.attention]
     if reason or not having or not KERNELS[kernel, "fwd"].anatomy.lists_blocks:
@@ -118,7 +118,7 @@ def _why_not(kernel: str, mask: str, profiles: Sequence[Profile]) -> str:
 
 
 @lru_cache(maxsize=128)
-def _one_call(case: Workload) -> Schedule:
+def one_call(case: Workload) -> Schedule:
     """Attention on one GPU, the same for all kernels."""
     return plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
 
@@ -126,7 +126,8 @@ def _one_call(case: Workload) -> Schedule:
 def partly(kernel: str) -> str:
     """What a kernel lacks for some strategies although it has the mask, or what is not known of it."""
     if kernel in ALIKE:
-        return f"from published figures of single documents; several documents as {ALIKE[kernel]} has them"
+        words = "" if limits_of(kernel).backward else "; forward only"
+        return f"from published figures; what they do not tell is as of {ALIKE[kernel]}, whose code it is{words}"
     if not limits_of(kernel).backward:
         return "forward only"
     if (kernel, "fwd") not in KERNELS or limits_of(kernel).unequal_causal:
@@ -163,7 +164,7 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
         dtype=DTYPES[0],
         mask_options=tuple(OTHER_MASKS.get(mask, {}).items()),
     )
-    schedule = _one_call(case)
+    schedule = one_call(case)
     tflops, notes = dict[str, float](), dict[str, None]()
     passes = [pass_ for pass_ in PASSES if (kernel, pass_) in profile.attention]
     for pass_ in passes:

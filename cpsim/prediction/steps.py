@@ -157,7 +157,7 @@ class StepCase:
             mask, options = self._mask(parallel, code)
             slowest = {p: costs.slowest(self.profile.between_gpus(scenario.kernel, p)) for p in PASSES}
             attends = Attention(
-                model=replace(model, recurrent=None, attention_layers=0, bare_layers=0),
+                model=replace(model, recurrent=None, attention_layers=0, bare_layers=0, kv_shared_layers=0),
                 tp=parallel.tp,
                 cluster=parallel.group(self.cluster, parallel.cp),
                 profile=self.profile,

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cpsim.models.attention.kernels import UNMEASURED
 from cpsim.models.feasible import DIRECT, LIMITS
 from cpsim.prediction.kernel_tables import MASKS, NUM_DOCUMENTS, KernelSupport, Speed, partly
 from cpsim.report.fitted import table
@@ -56,11 +57,10 @@ def _reasons(support: Sequence[KernelSupport]) -> list[RenderableType]:
     for entry in (entry for entry in support if entry.passes):
         own = {reason for mask, reason in entry.masks.items() if mask in MASKS} | {partly(entry.kernel)}
         lines += [f"{entry.kernel}: {reason}" for reason in sorted(filter(None, own))]
-    unknown = ", ".join(entry.kernel for entry in support if not entry.passes)
     lines += [
         f"head_dim: {'; '.join(_head_dims(support))}; other masks: `cpsim mask NAME` says who runs them",
         f"sinks as an argument: {_sinks()}; around others they are joined from the log-sum-exp",
-        f"without a model, since nobody has measured them: {unknown}",
+        *(f"{entry.kernel}: not measured: {UNMEASURED[entry.kernel]}" for entry in support if not entry.passes),
     ]
     return [Text(line, style="dim") for line in lines]
 

@@ -14,7 +14,7 @@ import numpy as np
 from cpsim.calibrate.measurement import Point, load
 from cpsim.calibrate.residuals import measured, predicted_attention
 from cpsim.models.profile import load_profile
-from studies.shapes.calls import calls
+from studies.shapes.calls import calls, calls_of_both
 from studies.shapes.published import errors
 
 HERE: Final = Path(__file__).parent
@@ -23,20 +23,25 @@ SHORT_S: Final = 1e-3
 """Shorter calls are listed apart."""
 
 
+SETS: Final = {"": calls, "-both": calls_of_both}
+"""Ends of the names of files, and what they hold."""
+
+
 def write_calls() -> None:
-    """calls.jsonl: what is measured."""
-    lines = [json.dumps({"kernel": kernel, **_given(shape.parameters())}) for kernel, shape in calls()]
-    (HERE / "calls.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{len(lines)} calls")
+    """calls.jsonl and calls-both.jsonl: what is measured."""
+    for end, made in SETS.items():
+        lines = [json.dumps({"kernel": kernel, **_given(shape.parameters())}) for kernel, shape in made()]
+        (HERE / f"calls{end}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{len(lines)} calls")
 
 
 def _given(parameters: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if name != "area"}
 
 
-def write_predictions() -> None:
-    """predicted-GPU.jsonl: seconds of both passes of every call, without a pause between calls."""
-    points = [json.loads(line) for line in (HERE / "calls.jsonl").read_text(encoding="utf-8").splitlines()]
+def write_predictions(end: str) -> None:
+    """predicted-GPU.jsonl: seconds of both passes of every call of one set, without a pause between calls."""
+    points = list(_rows(f"calls{end}.jsonl"))
     for gpu in GPUS:
         seconds = [_predicted(gpu, [point | {"pass": pass_} for point in points]) for pass_ in ("fwd", "bwd")]
         lines = [
@@ -44,7 +49,7 @@ def write_predictions() -> None:
             for point, both in zip(points, zip(*seconds, strict=True), strict=True)
             for pass_, one in zip(("fwd", "bwd"), both, strict=True)
         ]
-        (HERE / f"predicted-{gpu}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (HERE / f"predicted-{gpu}{end}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _predicted(gpu: str, points: list[Point]) -> list[float]:
@@ -61,7 +66,7 @@ def compare(path: str) -> None:
     file = load(path)
     points = [point for point in file.points if point["op"] == "attention"]
     gpu = next(name for name in GPUS if name.upper() in file.header["gpu"])
-    before = {_identity(row): row["predicted_s"] for row in _rows(f"predicted-{gpu}.jsonl")}
+    before = {_identity(row): row["predicted_s"] for end in SETS for row in _rows(f"predicted-{gpu}{end}.jsonl")}
     seconds, today = measured(points), np.array(_predicted(gpu, points))
     groups = defaultdict[str, list[tuple[float, float]]](list)
     for point, real, now in zip(points, seconds, today, strict=True):
@@ -93,8 +98,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["calls"]:
             write_calls()
-        case ["say"]:
-            write_predictions()
+        case ["say", *end] if len(end) < 2 and {*end} <= {*SETS}:
+            write_predictions(*end or ("",))
         case ["compare", path, *_]:
             compare(path)
         case ["published"]:

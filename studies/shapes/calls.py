@@ -37,6 +37,20 @@ def calls() -> list[tuple[str, Shape]]:
     return sorted(shuffled, key=lambda call: call[0] == "fa4")  # last, as it takes long to compile
 
 
+def calls_of_both() -> list[tuple[str, Shape]]:
+    """cuDNN's calls with windows and values of another size than keys at once, which no earlier call has, in random
+    order; and windows of 128 at head dimension 64, which a later cuDNN takes longer for."""
+    both = [replace(one, head_dim=192, value_dim=128, family="window values") for one in _windows_of((128, 1024, 2048))]
+    narrow = [replace(one, head_dim=64, family="window") for one in _windows_of((128,))]
+    found = [("cudnn", one) for one in (*both, *narrow) if one.flops() <= MOST_FLOPS]
+    return [found[i] for i in np.random.default_rng(12).permutation(len(found)).tolist()]
+
+
+def _windows_of(windows: tuple[int, ...]) -> Iterator[Shape]:
+    for n, heads, window in itertools.product((4096, 16640, 32768), ((32, 32), (128, 128)), windows):
+        yield _one((n,), heads, (window - 1, 0))
+
+
 def _kinds(kernel: str) -> dict[str, list[Shape]]:
     kinds = {"window": list(_windows())}
     if kernel != "sdpa_flash":  # the same kernel as fa2

@@ -129,7 +129,7 @@ def _lines(path: str, chosen: Callable[[int, dict[str, Any]], bool]) -> list[dic
 
 def _measurements() -> list[list[dict[str, Any]]]:
     """Attention of one kernel alone, and with a few points of everything else that a profile holds."""
-    attention = _lines("points/published/h100-fa3.jsonl", lambda i, _: i % 2 == 0)
+    attention = _lines("points/published/h100-magi.jsonl", lambda i, _: i % 2 == 0)
     network = _lines("points/h200/h200x4-network.jsonl", lambda i, row: i % 20 == 0 and row["op"] != "end")
     kernels = _lines("points/h200/h200-kernels-0.jsonl", lambda i, row: i % 7 == 0 and row["op"] != "attention")
     short = ("samples_s", "times_s")
@@ -174,7 +174,7 @@ def _logs() -> list[str]:
 
 
 def _tables() -> list[str]:
-    rows = (DATA / "points/published/magi-kernels.csv").read_text().splitlines()
+    rows = (ROOT / "cpsim/data/published/magi.csv").read_text().splitlines()
     return ["\n".join([*rows[:15], ""]), "\n".join(["kernel,wd,mask,tokens,ms", "fa3,fwd,causal,16k,3.1", ""])]
 
 

@@ -13,6 +13,13 @@ from cpsim.case.formats.hybrid import layers_of
 from cpsim.case.formats.reading import Reading, Settings, without_none
 from cpsim.errors import ScenarioError, shown
 
+GEMMA_3N: Final = (
+    "four streams between layers (AltUp)",
+    "low-rank residuals (LAuReL)",
+    "embeddings of every layer",
+    "MLPs of which few elements are active",
+    "norms of queries, keys and values",
+)
 CAUSAL_LM: Final = {
     "llama": (),
     "mistral": (),
@@ -23,6 +30,9 @@ CAUSAL_LM: Final = {
     "qwen2_moe": ("biases of queries, keys and values",),
     "gemma3": ("norms of queries and keys", "norms after attention and MLP"),
     "gemma3_text": ("norms of queries and keys", "norms after attention and MLP"),
+    "gemma3n": GEMMA_3N,
+    "gemma3n_text": GEMMA_3N,
+    "hunyuan": ("norms of queries and keys",),
     "gpt_oss": ("biases of attention's linear layers", "attention sinks where no kernel joins them"),
     "phi3": (),
     "olmo2": ("norms of queries and keys",),
@@ -82,7 +92,7 @@ def read(text: str, path: str) -> Reading:
         )
     settings = Settings(path, {**value, **inner}, places)
     caveats = list(CAUSAL_LM[kind])
-    if settings.values.get("tie_word_embeddings", kind.startswith("gemma3")):
+    if settings.values.get("tie_word_embeddings", kind.startswith(("gemma3", "hunyuan"))):
         caveats.append("tied embeddings")
     return Reading(
         what="config.json of the Hugging Face hub",
@@ -107,7 +117,7 @@ def _model(s: Settings, kind: str) -> dict[str, Any]:
     """Dimensions in a scenario's words."""
     hidden, heads = s.needed("hidden_size"), s.needed("num_attention_heads")
     latent = _latent(s)
-    head_dim = latent.pop("head_dim", None) or s.number("head_dim") or hidden // heads
+    head_dim = latent.pop("head_dim", None) or s.number("head_dim", "attention_head_dim") or hidden // heads
     if not latent and "head_dim" not in s and hidden % heads:
         raise ScenarioError(f"{s.place('hidden_size')}: hidden_size: expected a multiple of {heads} heads or head_dim")
     experts = s.number("num_local_experts", "num_experts", "n_routed_experts", least=0)
@@ -122,21 +132,50 @@ def _model(s: Settings, kind: str) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": (None if latent else s.number("num_key_value_heads")) or heads,
         "head_dim": head_dim,
-        "ffn": s.needed("intermediate_size", "moe_intermediate_size"),
+        "ffn": _inner(s),
         "vocab": s.needed("vocab_size"),
         "experts": experts or None,
-        "top_k": s.needed("num_experts_per_tok", "num_experts_per_token", "experts_per_token") if experts else None,
+        "top_k": s.needed("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
+        if experts
+        else None,
         "expert_ffn": inner if experts else None,
         "shared_experts": (
-            -(-shared // inner) if experts and shared and inner else s.number("n_shared_experts", "num_shared_experts")
+            -(-shared // inner)
+            if experts and shared and inner
+            else s.number("n_shared_experts", "num_shared_experts", "num_shared_expert")
         ),
         "dense_layers": dense or None,
         "window": window,
         "window_pattern": pattern,
+        "kv_shared_layers": _shared_keys(s) or None,
         "sparse": _indexer(s) if kind == "deepseek_v32" else None,
         **dict.fromkeys(("sinks", "clamped", "expert_bias"), True if kind == "gpt_oss" else None),
     }
     return without_none(model)
+
+
+def _inner(s: Settings) -> int:
+    """Inner elements of the MLP; a list names those of every layer.
+
+    Raises:
+        ScenarioError: layers differ.
+    """
+    every = s.values.get("intermediate_size")
+    if not isinstance(every, list):
+        return s.needed("intermediate_size", "moe_intermediate_size")
+    if len({*every}) != 1:
+        raise ScenarioError(
+            f"{s.place('intermediate_size')}: intermediate_size: expected the same of every layer, got {shown(every)}"
+        )
+    return Settings(s.path, {"intermediate_size": every[0]}, s.places).needed("intermediate_size")
+
+
+def _shared_keys(s: Settings) -> int:
+    """Layers that attend to keys of an earlier one: the last ones (Gemma 3n), or all but one of so many (Hunyuan)."""
+    if s.values.get("use_cla"):
+        layers, together = s.needed("num_hidden_layers"), s.number("cla_share_factor") or 1
+        return layers - -(-layers // together)
+    return s.number("num_kv_shared_layers", least=0) or 0
 
 
 def _indexer(s: Settings) -> dict[str, Any]:

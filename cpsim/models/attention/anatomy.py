@@ -47,6 +47,8 @@ class Anatomy:
     """Whether queries must be whole tiles, too, and the call a dense one without a window."""
     gathers_keys: Flag = False
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
+    takes_slices: Flag = False
+    """Whether any mask is a list of banded slices, each of which runs as a sequence of its own."""
     rows_together: Annotated[int, Quantity("rows", 1, 1e3)] = 1
     """Tile rows of a head come in groups of so many, the last of which may have rows without keys of their own."""
     keeps_maxima: Flag = False
@@ -90,6 +92,12 @@ def flash4(backward: bool) -> Anatomy:
         grid_of_longest=False,
         accumulates_kv=True,
     )
+
+
+def flash4_slices(backward: bool) -> Anatomy:
+    """MagiAttention's kernels on the code of flash-attn 3 and 4: slices (query range, key range, band), whose results
+    are added up where they share queries."""
+    return replace(flash4(backward), takes_slices=True)
 
 
 def cudnn(backward: bool) -> Anatomy:
@@ -182,6 +190,11 @@ def flashinfer(packs_heads: bool, tile_k: int) -> Anatomy:
     )
 
 
+def flash2_listed(backward: bool) -> Anatomy:
+    """Kernels on the code of flash-attn 2 that skip blocks which the mask leaves out."""
+    return replace(flash2(backward), splits_keys=False, lists_blocks=True)
+
+
 def flash2_ranges(backward: bool) -> Anatomy:
     """flash-attn 2.6.3 with up to two ranges of keys for every query, DCP's kernel.
 
@@ -192,5 +205,5 @@ def flash2_ranges(backward: bool) -> Anatomy:
     Reference: chenyu-jiang/flash-attention, branch bblock at a786cd0 (csrc/flash_attn: flash_api.cpp, run_mha_fwd;
     src/flash_fwd_kernel.h, compute_attn_1rowblock_splitkv; src/flash_bwd_kernel.h, compute_dq_dk_dv_1colblock).
     """
-    listed = replace(flash2(backward), splits_keys=False, lists_blocks=True)
+    listed = flash2_listed(backward)
     return listed if backward else replace(listed, tile_q_causal=64, tile_q_full=64, tile_k=128)

@@ -16,7 +16,7 @@ from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.block_schedule import every_block, finish, overlap, pairs, queue, sum_of_runs
 from cpsim.models.attention.tiles import l2_group, num_rows, num_splits, split_tile, tile_rows, tiles_of_row
 from cpsim.models.power import slowdown
-from cpsim.runtime.compiled import compiled
+from cpsim.runtime.compiled import bare, compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -331,9 +331,10 @@ def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _times(g, shared, masked, varlen, num, tile_q):  # type: ignore[no-untyped-def]
+def _times(g, shared, masked, windowed, varlen, num, tile_q):  # type: ignore[no-untyped-def]
     """Times of a call's blocks, and the seconds of one without a row."""
-    per_empty, per_block = g.block_decode_s, g.block_s + g.block_shared_s * shared
+    sharing = g.block_shared_s * (g.shared_window_factor if windowed else 1.0)
+    per_empty, per_block = g.block_decode_s, g.block_s + sharing * shared
     if varlen and not g.grid_of_longest:
         per_empty = g.block_varlen_s + g.block_decode_s * min(num, TABLE_ABOVE) / 32.0
     if varlen:
@@ -432,7 +433,8 @@ def _call(  # type: ignore[no-untyped-def]
     packed = num_heads // num_kv_heads if g.packs_heads else 1
     heads = num_kv_heads if g.packs_heads else num_heads
     tile_q = g.tile_q_causal if masked else g.tile_q_full
-    t, per_empty = _times(g, shared, masked, varlen, end - begin, tile_q)
+    windowed = _is_window(window[begin, 0], window[begin, 1])  # of all sequences of a call alike
+    t, per_empty = _times(g, shared, masked, windowed, varlen, end - begin, tile_q)
     share = g.older_share if masked else g.older_share_full
     s = _sums(g, t, q_len, k_len, window, begin, end, packed, tile_q, masked)
     if s.num == 0:
@@ -550,8 +552,22 @@ def price(  # type: ignore[no-untyped-def]
     return seconds, looks, slower
 
 
+@bare()
+def _passed(g, of_rows, num_own, num_others, causal, row, backward):  # type: ignore[no-untyped-def]
+    """Seconds in which a thread block of a row passes over blocks that it looks at and that the mask leaves out."""
+    if g.passed_s == 0.0:
+        return 0.0
+    looked, after = (num_others + BLOCK - 1) // BLOCK, num_others - num_own
+    if causal and backward:  # keys: queries from the first that sees one of them on
+        looked -= max(0, row * BLOCK + after) // BLOCK
+    elif causal:
+        looked = min(looked, (min((row + 1) * BLOCK, num_own) + after + BLOCK - 1) // BLOCK)
+    bounds = 0.5 if causal else 1.0  # hidden rows have an end on one side of the diagonal, or on both
+    return g.passed_s * bounds * max(0, looked - of_rows[row, 0] - of_rows[row, 1])
+
+
 @compiled()
-def _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost):  # type: ignore[no-untyped-def]
+def _listed_rows(g, of_queries, of_keys, num_q, num_k, rule, causal, unaligned, shared, cost):  # type: ignore[no-untyped-def]
     """Seconds of every block of one head, or of one key head and all that share it, in launch order.
 
     Thread blocks of smaller tiles share a row of listed blocks. Fills in `cost`; returns the number of thread blocks
@@ -572,6 +588,7 @@ def _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost):  # type
             partial, full = of_keys[row // parts]
             work = together * BLOCK * g.tile_k * ((pair_s + cut) * partial + pair_s * full)
             loops = together * loop_s if partial + full > 0 else 0.0
+            loops += together * _passed(g, of_keys, num_k, num_q, causal, row // parts, True)
             cost[n], tiles, n = block_s + loops + work, tiles + work, n + 1
         if not g.packs_heads:
             return n, tiles
@@ -581,7 +598,8 @@ def _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost):  # type
         for row in range(len(of_queries) * parts):
             partial, full = of_queries[row // parts]
             work = BLOCK * g.tile_q_full * ((pair_s + cut) * partial + pair_s * full)
-            cost[n], tiles, n = block_s + work, tiles + work, n + 1
+            passed = _passed(g, of_queries, num_q, num_k, causal, row // parts, False)
+            cost[n], tiles, n = block_s + passed + work, tiles + work, n + 1
     return n, tiles
 
 
@@ -601,7 +619,9 @@ def _listed_traffic(g, q, k, shared):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_heads, num_kv_heads, look):  # type: ignore[no-untyped-def]
+def price_listed(  # type: ignore[no-untyped-def]
+    g, discrepancy, of_queries, of_keys, num_q, num_k, rule, causal, num_heads, num_kv_heads, look
+):
     """Seconds of one call that visits listed blocks, and how much the power limit slows it; fills in its features.
 
     Of many waves only the last ones are replayed: before them all SMs are busy. Where an SM holds two blocks, few waves
@@ -613,7 +633,7 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
         (shared if g.backward else 1) * len(of_queries) * (BLOCK // g.tile_q_full) + len(of_keys) * (BLOCK // g.tile_k)
     )
     unaligned = num_q % BLOCK > 0 or num_k % BLOCK > 0
-    n, tiles = _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost)
+    n, tiles = _listed_rows(g, of_queries, of_keys, num_q, num_k, rule, causal, unaligned, shared, cost)
     visited = of_queries.sum()
     if visited == 0:
         return 0.0, 1.0

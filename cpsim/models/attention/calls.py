@@ -15,7 +15,7 @@ from cpsim.masks.slices import UNCUT, Ints
 from cpsim.masks.tiles import CAUSAL, Sequences, Tiles, sequences
 from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
 from cpsim.models.attention.params import AttentionParams, calls, clocked_seconds, listed_calls
-from cpsim.models.feasible import dense_sequences, gathered_sequences, limits_of, tile_visits
+from cpsim.models.feasible import dense_sequences, gathered_sequences, limits_of, sliced_sequences, tile_visits
 from cpsim.runtime.compiled import bare, compiled
 from cpsim.schedule.schedule import ATTENTION_KINDS, Kind, Schedule, is_one_of
 
@@ -50,8 +50,10 @@ def attention_op_seconds(
         return _listed_seconds(params, schedule, ops, visited, head_dim)
     shapes, shape_of = head_shapes(schedule, ops)
     seconds = np.empty((2, len(ops)))
-    own = None
-    if limits_of(kernel).any_mask:
+    own, window = None, None
+    if params.anatomy.takes_slices:
+        own, window = sliced_sequences(schedule, ops, head_bytes)
+    elif limits_of(kernel).any_mask:
         made = gathered_sequences if params.anatomy.gathers_keys else dense_sequences
         own = made(schedule, ops, head_bytes)
     for i, shape in enumerate(shapes.tolist()):
@@ -59,7 +61,9 @@ def attention_op_seconds(
             of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, value_dim, varlen)
         else:
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
-            of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim, value_dim=value_dim)
+            of_tile = clocked_seconds(
+                params, *own, num_heads, num_kv_heads, head_dim, params.anatomy.takes_slices, window, value_dim
+            )
         mine = np.flatnonzero(shape_of == i)
         for clock in range(2):
             seconds[clock, mine] = of_tile[clock][schedule.tile[ops[mine]]]

@@ -12,7 +12,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.models.attention.anatomy import Anatomy, cudnn, flash2, flash4, flash4_sparse, flashinfer, flex, math
+from cpsim.models.attention.anatomy import (
+    Anatomy,
+    cudnn,
+    flash2,
+    flash2_listed,
+    flash4,
+    flash4_slices,
+    flash4_sparse,
+    flashinfer,
+    flex,
+    math,
+)
 
 Ints = NDArray[np.int64]
 Tiles = tuple[int, int, int]
@@ -31,6 +42,11 @@ class KernelPass:
     """By head dimension, where they differ from those of 128."""
     rows_together: Mapping[int, int] = field(default_factory=dict)
     """By head dimension, `rows_together` of the anatomy where it is not 1."""
+
+    @property
+    def decides_alike(self) -> bool:
+        """Whether pairs of blocks that a mask cuts cost the same, whatever the mask is."""
+        return "celled_pair_s" not in self.start
 
 
 _ALL: Final = {
@@ -63,6 +79,8 @@ _FLASH2_FORWARD: Final = _FLASH2 | {
 }
 _FLASH2_BACKWARD: Final = _FLASH2 | _CHECKED | {"pair_s": 4.84e-10}
 _FLASH2_TILES: Final = {64: (128, 128, 128), 256: (64, 64, 64)}
+_FLASH4_TILES: Final = {64: (192, 192, 128), 256: (128, 128, 80)}
+_FLASH4_BACKWARD_TILES: Final = {64: (128, 128, 128), 256: (64, 64, 64)}
 _NAIVE: Final = {
     **{name: _ALL[name] for name in ("pair_s", "block_s", "call_s", "traffic_s_per_byte")},
     **_VARLEN,
@@ -92,6 +110,8 @@ _PAIR_BY_PAIR: Final = {
     "banded_factor": 1.3,
 }
 """Parameters of a kernel whose function decides pair by pair in blocks that a mask cuts."""
+_PASSES_OVER: Final = {"passed_s": 2e-7}
+"""Parameters of a kernel that looks at every block, as it has no list."""
 _GATHERED: Final = _ALL | {"block_shared_s": 1e-6, "block_decode_s": 2e-7}
 
 KERNELS: Final = {
@@ -99,12 +119,21 @@ KERNELS: Final = {
     ("fa2", "bwd"): KernelPass(anatomy=flash2(True), start=_FLASH2_BACKWARD, tiles=_FLASH2_TILES),
     ("sdpa_flash", "fwd"): KernelPass(anatomy=flash2(False), start=_FLASH2_FORWARD, tiles=_FLASH2_TILES),
     ("sdpa_flash", "bwd"): KernelPass(anatomy=flash2(True), start=_FLASH2_BACKWARD, tiles=_FLASH2_TILES),
-    ("fa3", "fwd"): KernelPass(anatomy=flash4(False), start=_FLASH4),
-    ("fa3", "bwd"): KernelPass(anatomy=flash4(True), start=_FLASH4 | _BACKWARD),
-    ("fa4", "fwd"): KernelPass(anatomy=flash4(False), start=_FLASH4, tiles={64: (192, 192, 128), 256: (128, 128, 80)}),
-    ("fa4", "bwd"): KernelPass(
-        anatomy=flash4(True), start=_FLASH4 | _BACKWARD, tiles={64: (128, 128, 128), 256: (64, 64, 64)}
+    ("fa3", "fwd"): KernelPass(anatomy=flash4(False), start=_FLASH4, tiles=_FLASH4_TILES),
+    ("fa3", "bwd"): KernelPass(anatomy=flash4(True), start=_FLASH4 | _BACKWARD, tiles=_FLASH4_BACKWARD_TILES),
+    ("fa4", "fwd"): KernelPass(anatomy=flash4(False), start=_FLASH4, tiles=_FLASH4_TILES),
+    ("fa4", "bwd"): KernelPass(anatomy=flash4(True), start=_FLASH4 | _BACKWARD, tiles=_FLASH4_BACKWARD_TILES),
+    ("ffa", "fwd"): KernelPass(anatomy=flash4_slices(False), start=_FLASH4, tiles=_FLASH4_TILES),
+    ("ffa", "bwd"): KernelPass(anatomy=flash4_slices(True), start=_FLASH4 | _BACKWARD, tiles=_FLASH4_BACKWARD_TILES),
+    ("ffa_fa4", "fwd"): KernelPass(anatomy=flash4_slices(False), start=_FLASH4, tiles=_FLASH4_TILES),
+    ("ffa_fa4", "bwd"): KernelPass(
+        anatomy=flash4_slices(True), start=_FLASH4 | _BACKWARD, tiles=_FLASH4_BACKWARD_TILES
     ),
+    ("flash_mask", "fwd"): KernelPass(anatomy=flash2_listed(False), start=_LISTED | _PASSES_OVER, tiles=_FLASH2_TILES),
+    ("flash_mask", "bwd"): KernelPass(
+        anatomy=flash2_listed(True), start=_LISTED_BACKWARD | _PASSES_OVER, tiles=_FLASH2_TILES
+    ),
+    ("fa2_sparse", "fwd"): KernelPass(anatomy=flash2_listed(False), start=_LISTED, tiles=_FLASH2_TILES),
     ("cudnn", "fwd"): KernelPass(anatomy=cudnn(False), start=_CUDNN),
     ("cudnn", "bwd"): KernelPass(
         anatomy=cudnn(True),
@@ -143,6 +172,15 @@ KERNELS: Final = {
     ("math", "bwd"): KernelPass(anatomy=math(True), start=_ON_CPU),
 }
 """By (kernel, pass)."""
+UNMEASURED: Final = {
+    "fa2_ranges": "DCP's flash-attn 2 publishes no times of calls; `python -m studies dcp` takes them as fa2's",
+    "vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, on sm90",
+    "triton_vsa": "LongCA-bench shows charts without numbers; package fastvideo-kernel runs it, from sm80 on",
+    "sage": "SageAttention's bars have no numbers for Hopper; package sageattention runs it, in int8 and FP8, forward",
+    "flash_mla": "a kernel of inference, whose README states 660 TFLOP/s of dense decoding on H800 and has no table; "
+    "training runs keys of 192 and values of 128, with which cudnn was measured",
+}
+"""Kernels of benchmarks without a price, and where one could come from."""
 NAIVE: Final = tuple(sorted({kernel for (kernel, _), row in KERNELS.items() if row.anatomy.holds_scores}))
 """Kernels that hold all scores in memory."""
 

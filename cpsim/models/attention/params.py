@@ -126,6 +126,8 @@ class AttentionParams:
     """Slowdown more there of a kernel that can decide by rectangles."""
     window_pair_s: PairSeconds = 0.0
     """Per pair more, under a window, in kernels that mask all of its tiles pair by pair."""
+    shared_window_factor: Factor = 1.0
+    """Of `block_shared_s`, what a block takes under a window: of cuDNN backward next to nothing."""
     partial_pair_s: PairSeconds = 0.0
     """Per pair more in a listed block that the mask cuts, where runs of keys decide; backward, of blocks that own
     keys."""
@@ -141,6 +143,9 @@ class AttentionParams:
     """Slowdown of full and cut blocks alike in a kernel that can decide by bands; backward, of those that own keys."""
     block_banded_s: Seconds = 0.0
     """Per thread block more in such a kernel."""
+    passed_s: Seconds = 0.0
+    """Per block of 128 x 128 pairs that a thread block passes over where it has no list of those to visit; under a
+    causal mask it looks at those up to the diagonal alone, in half the time."""
     query_cut_share: Annotated[float, Quantity("", 0, 1e3)] = 0.0
     """Share of what cut blocks take more that they take where a backward thread block owns queries."""
     unaligned_query_cut_share: Annotated[float, Quantity("", 0, 1e3)] = 0.0
@@ -342,6 +347,7 @@ def listed_calls(
             mask.num_q,
             mask.num_k,
             mask.rule,
+            mask.causal,
             int(num_heads[i]),
             int(num_kv_heads[i]),
             looks[i],

@@ -23,10 +23,14 @@ Slowdown = Annotated[float, Quantity("", 0.5, 1e3)]
 LIKE = {
     "cudnn": "fa4",
     "fa3": "fa4",
+    "ffa": "fa4",
+    "ffa_fa4": "fa4",
     "fa4_sparse": "fa4",
     "flex": "fa4",
     "sdpa_flash": "fa2",
     "fa2_ranges": "fa2",
+    "flash_mask": "fa2",
+    "fa2_sparse": "fa2",
 }
 """Kernels that were not measured beside communication, and the one of their class that was."""
 

@@ -66,6 +66,11 @@ class Sizes:
         return BF16 * self.tokens * self.model.attended(self.tp)
 
     @property
+    def borrowed(self) -> int:
+        """Keys and values that another layer made; 0 where this one makes its own."""
+        return 2 * BF16 * self.tokens * self.model.kv_heads // self.tp * self.model.head_dim * self.model.borrows
+
+    @property
     def out(self) -> int:
         """Attention's output, without its log-sum-exp."""
         return BF16 * self.tokens * self.model.linears(self.tp)["proj"][0]
@@ -280,6 +285,8 @@ class Framework:
             raise InfeasibleError(f"model: steps of {self.name} are predicted with a gate in the MLP; use megatron")
         if model.recurrent and self.lora:
             raise InfeasibleError("trainable: layers with a state are predicted without adapters; leave it out")
+        if model.kv_shared_layers and self.lora:
+            raise InfeasibleError("trainable: layers that share keys are predicted without adapters; leave it out")
         known = ", ".join(self.recomputes)
         if parallel.recompute not in self.recomputes:
             raise InfeasibleError(f"recompute: {self.name} has {known}, got {parallel.recompute}")
@@ -465,10 +472,11 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
 
     def projected() -> tuple[Nodes, Nodes, set[str]]:
         """Both passes from ``x norm`` to ``q k v`` and from ``dq k v`` to ``dx norm``, and what is kept."""
-        heads = s.tokens * (s.model.heads + s.model.kv_heads) // s.tp * s.model.head_dim
+        own = s.model.heads + s.model.kv_heads * (not s.borrowed)
+        heads = s.tokens * own // s.tp * s.model.head_dim
         forward = (*column("qkv", "x norm", "qkv"), node("rotary", heads, "qkv", q_k_v=s.qkv))
         backward = (node("rotary", heads, "dq k v", dqkv=s.qkv), *column_backward("qkv", "dqkv", "x norm", "dx norm"))
-        return forward, backward, set()
+        return forward, (*summed_keys(s, "dk dv"), *backward), set()
 
     def attended() -> tuple[Nodes, Nodes, set[str], str]:
         """Both passes from ``x norm`` to what the projection reads and from its gradient to ``dx norm``, what is kept,
@@ -477,7 +485,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             return absorbed(s, gradient)
         before, before_back, kept = latent(s, gradient) if s.model.kv_rank else projected()
         forward = (*before, Node("fwd", ("q k v",), {"out": s.out, "lse": s.lse}))
-        sums = {"dq k v": s.qkv, "dq sums": FP32 // BF16 * s.queries}
+        sums = {"dq k v": s.qkv, "dq sums": FP32 // BF16 * s.queries, **({"dk dv": s.borrowed} if s.borrowed else {})}
         back = Node("bwd", ("dout", "q k v", "out", "lse"), sums)
         return forward, (*sink_gradients(s), back, *before_back), kept, "out"
 
@@ -510,6 +518,11 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
         ),
         kept=frozenset({"x norm", "q k v", "out", "lse", "h", "h norm", *kept_before, *kept_over}),
     )
+
+
+def summed_keys(s: Sizes, *gradients: str) -> Nodes:
+    """Gradients of keys and values that another layer made, added to those of the layers before."""
+    return (node("add", s.borrowed // BF16, *gradients),) if s.borrowed else ()
 
 
 def with_state(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str]]:
@@ -974,24 +987,27 @@ def torch_layer(
             *back(wide, h, "dprojected", "x norm" + every, "dx norm" + every, "projected"),
         )
     else:
-        out, sums_of_x = "out", ("dx norm 2", "dx norm 3")
+        own = not s.borrowed
+        out, sums_of_x = "out", ("dx norm 2", "dx norm 3") if own else ()
         mixed = (
             product(a, h, "x norm" + every, "q0"),
-            product(g, h, "x norm" + every, "k0"),
-            product(g, h, "x norm" + every, "v"),
+            *(product(g, h, "x norm" + every, to) for to in ("k0", "v") if own),
             rotary("fwd", q, "q0", "q"),
-            rotary("fwd", kv, "k0", "k"),
+            *((rotary("fwd", kv, "k0", "k"),) if own else ()),
             *copies,
             Node("fwd", ("q", keys, values), {"out": s.out, "lse": s.lse}),
+        )
+        of_keys = (
+            *back(g, h, "dk0", "x norm" + every, "dx norm 2", "k"),
+            *back(g, h, "dv", "x norm" + every, "dx norm 3", "v"),
+            *(() if compiled else (eager(tokens * h, 12, 2, *sums_of_x),)),
         )
         mixed_back = (
             Node("bwd", ("dout", "q", keys, values, "out", "lse"), grads),
             rotary("bwd", q, "dq", "dq0"),
-            rotary("bwd", kv, "dk", "dk0"),
+            *((rotary("bwd", kv, "dk", "dk0"),) if own else summed_keys(s, "dk", "dv")),
             *back(a, h, "dq0", "x norm" + every, "dx norm" + every, "q"),
-            *back(g, h, "dk0", "x norm" + every, "dx norm 2", "k"),
-            *back(g, h, "dv", "x norm" + every, "dx norm 3", "v"),
-            *(() if compiled else (eager(tokens * h, 12, 2, *sums_of_x),)),
+            *(of_keys if own else ()),
         )
     forward = (
         *norm_of("x", "x norm"),

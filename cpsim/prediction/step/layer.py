@@ -150,7 +150,7 @@ class Ops:
         return _elementwise("add", self._shard())
 
     def _rotary(self) -> Op:
-        heads = (self.model.heads + self.model.kv_heads) // self.tp
+        heads = (self.model.heads + self.model.kv_heads * (not self.model.borrows)) // self.tp
         return _elementwise("rotary", self.tokens * heads * self.model.head_dim)
 
     def _whole(self) -> int:

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from cpsim.models.profile import Profile
 
 MIXED: Final = "layers that differ: every stage has the mean of them, whichever it holds"
+SHARED_KEYS: Final = (
+    "keys and values of other layers: exchanged anew in every layer that attends to them, their gradients added up; of "
+    "pipelines, taken to be of the same stage"
+)
 KDA: Final = (
     "layers with a state: scans of kda were measured with 32 heads of 128, as single sequences, and outputs not checked"
 )

@@ -57,7 +57,7 @@ from cpsim.prediction.step.program import (
     Shards,
     program,
 )
-from cpsim.prediction.step.recurrent import MIXED, Mixed
+from cpsim.prediction.step.recurrent import MIXED, SHARED_KEYS, Mixed
 from cpsim.prediction.step.tiles import tiled
 from cpsim.prediction.step.timing import Launches, Planned, Prices, launches_seconds, of_layers, planned
 from cpsim.schedule.schedule import Kind
@@ -347,7 +347,8 @@ class StepModel:
     def _notes(self, tokens: int) -> tuple[str, ...]:
         """What about ops of a microbatch lies outside of the measured range, or was not measured at all."""
         if self.kinds:
-            return tuple(dict.fromkeys((MIXED, *(note for _, one in self.kinds for note in one._notes(tokens)))))
+            own = (SHARED_KEYS,) if self.model.kv_shared_layers else ()
+            return tuple(dict.fromkeys((MIXED, *own, *(note for _, one in self.kinds for note in one._notes(tokens)))))
         ops, tp, ep = Ops(self.model, self.parallel.tp, tokens), self.parallel.tp, self.parallel.ep
         if not (self.model.experts or self.model.recurrent or self.model.kv_rank):
             return self.costs.notes(self._products_of_chunks(tokens) + ops.forward() + ops.backward() + ops.loss())

@@ -175,6 +175,7 @@ def _reasons(cut: Cut, runs: Runs) -> list[str]:
         f"model: steps run here without experts, got {m.experts}; use a dense model": m.experts > 0
         and not runs.experts,
         "model: steps run here without latent attention and shared experts": bool(m.kv_rank or m.shared_experts),
+        "model: steps run here without keys that layers share": bool(m.kv_shared_layers),
         f"heads: expected a divisor of them, got tp = {p.tp}": m.heads % p.tp != 0,
         "optimizer: steps run here with an optimizer and gradients that are summed": not p.optimizer
         or (p.replicas > 1 and p.gradients == "none"),

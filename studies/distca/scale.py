@@ -2,14 +2,13 @@
 
 Interim runs are the fastest of the plans that their script tried, which ``distca-plans.csv`` lists; which of them that
 was, and which did not finish, is not recorded. WLB-ideal runs 1F1B, DistCA same-phase ticks whose attention all stages
-serve. Runs on 512 GPUs have one plan each and every iteration. For the paper's speed-ups both systems get the fastest
-of several plans.
+serve. Runs on 512 GPUs have one plan each. For the paper's speed-ups both systems get the fastest of several plans.
 
-DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``. What runs compute again in the backward pass
-is not what their scripts ask for, see ``INTERIM``.
+DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``. What programs compute again in the backward
+pass and send is told by their code and by what fitted into memory, see ``INTERIM`` and ``fits``.
 
-Reference: DistCA (arXiv 2510.18121), section 6 and tables 3 and 4; hao-ai-lab/DistCA at 031ba42 and c6c719e, records of
-experiments.
+Reference: DistCA (arXiv 2510.18121), section 6 and tables 3 and 4; hao-ai-lab/DistCA at 9cb27ea, 031ba42, 3af30df and
+c6c719e, programs and records of experiments.
 Differs: as in ``studies.distca.reproduce``.
 """
 
@@ -46,6 +45,9 @@ K: Final = 1024
 MODELS: Final = {"8b": "llama3-8b", "34b": "llama-34b"}
 STAGES: Final = 2
 """Of pipelines of the paper's settings, as in the runs on 512 GPUs."""
+REPLACED: Final = 0.3
+"""Share of ProLong's long documents that become as long as a sequence, as scripts have it where nothing else is said
+(CHANGE_LONG_DOC_RATIO)."""
 ITERATIONS: Final = 5
 """Of interim runs, and of those on 512 GPUs."""
 SPREAD: Final = range(0, 30, 5)
@@ -96,34 +98,40 @@ INTERIM: Final[Mapping[System, Program]] = {
     "wlb": Program(again="attention"),
     "distca": Program(choice=EACH, schedule="same_phase"),
 }
-"""Of interim runs. Their scripts ask for the MLP to be computed again, but both programs leave ``recompute_modules``
-unset (tests/test_megatron_e2e.py at 9cb27ea and 031ba42), and Megatron-Core 0.12.1 then takes core attention: WLB
-gathers and attends twice. DistCA's fused attention knows no recomputation. From 031ba42, where results were recorded,
-WLB's program has the MLP computed again (tests/test_wlb_e2e.py); that its runs came before shows where only documents
-differ: from Pretrain to ProLong, ten pairs grow by 1.33 times (median) what they would if it attended once.
+"""Of interim runs, whose scripts ask for the MLP to be computed again.
 
-DistCA's keys went to a server once for every task there: sent once they are since 5d51eca, which is younger than the
-results. Its scripts say the same of 34B with 512K, which "need 4GB nvshmem buffer to not get stuck": 3.8 GB are
-predicted to be received at once, and 1.4 GB if keys were sent once.
+WLB's program leaves ``recompute_modules`` unset (tests/test_megatron_e2e.py at 9cb27ea), and Megatron-Core 0.12.1 then
+takes core attention: it gathers and attends twice. From 031ba42, where results were recorded, it has the MLP computed
+again (tests/test_wlb_e2e.py); that its runs came before shows where only documents differ: from Pretrain to ProLong,
+ten pairs grow by 1.33 times (median) what they would if it attended once.
+
+DistCA's program does not pass the option on either, and its attention is no module that Megatron-Core could compute
+again. But the MLP it did compute again, or memory would not have held its runs: see ``fits``, whose runs are a few days
+younger, and two of the interim runs would need more than a GPU has.
+
+DistCA's keys went to a server once for every task there. Since 5d51eca, which is younger than the results, they go
+once. Its scripts say so, too: 34B with 512K "need 4GB nvshmem buffer to not get stuck", and 3.8 GB are predicted to be
+received at once; it would be 0.7 GB if keys were sent once.
 """
 PAPER: Final[Mapping[int, Mapping[System, Program]]] = {
     1: {"wlb": Program(), "distca": Program()},
     2: {"wlb": Program(), "distca": Program(choice=POOLED, schedule="same_phase")},
 }
-"""Of the paper's settings, by pipeline stages: without a pipeline both compute the MLP again
-(tests/test_e2e_combined.py at c6c719e), with one WLB alone does (tests/test_wlb_e2e.py and
-tests/test_megatron_e2e_pipeline_with_cp.py there)."""
+"""Of the paper's settings, by pipeline stages: all have the MLP computed again (tests/test_e2e_combined.py and
+tests/test_wlb_e2e.py at c6c719e), as runs on 512 GPUs did, and keys are sent once."""
 OTHERWISE: Final[Mapping[System, Mapping[str, Program]]] = {
     "wlb": {"the MLP is computed again, not attention": Program()},
     "distca": {
-        name: replace(INTERIM["distca"], **other)
-        for name, other in {
-            "keys are sent to a server once": {"choice": POOLED},
-            "nothing is computed again": {"again": "none"},
-            "exchanges cost nothing": {"choice": replace(EACH, streams=0)},
-            "exchanges follow computation": {"choice": replace(EACH, streams=1)},
-            "its scheduler's tolerance is 0.05": {"choice": replace(EACH, tolerance=0.05)},
-        }.items()
+        "nothing is computed again": replace(INTERIM["distca"], again="none"),
+        **{
+            name: replace(INTERIM["distca"], choice=choice)
+            for name, choice in {
+                "keys are sent to a server once": POOLED,
+                "exchanges cost nothing": replace(EACH, streams=0),
+                "exchanges follow computation": replace(EACH, streams=1),
+                "its scheduler's tolerance is 0.05": replace(EACH, tolerance=0.05),
+            }.items()
+        },
     },
 }
 """What interim runs might have been instead."""
@@ -211,6 +219,8 @@ class Known:
     tolerance: float = TOLERANCE
     """Of DistCA's scheduler."""
     iterations: int = ITERATIONS
+    replaced: float = REPLACED
+    """See ``sample``."""
     published_s: tuple[float, ...]
     """Of every iteration, or their mean."""
     predicted_s: tuple[float, ...] = ()
@@ -293,6 +303,7 @@ def known() -> tuple[Known, ...]:
         Known(
             setting=_setting(line, data="prolong"),
             plan=_plan(line),
+            replaced=float(line["replaced"]),
             published_s=tuple(float(ms) / MS_PER_S for ms in line["times_ms"].split()),
         )
         for line in published_lines(FOLDER / "distca-512.csv")
@@ -511,7 +522,7 @@ def _known_seconds(run: Known, lists: Lists) -> tuple[float, ...]:
     setting, program = run.setting, PAPER[2][run.system]
     program = replace(program, choice=replace(program.choice, tolerance=run.tolerance))
     step = program.cut(setting, run.plan)
-    packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
+    packed = sample(setting.data, setting.context, lengths=lists.get(setting.data), replaced=run.replaced)
     batches = [iteration(packed, i, setting.sequences // 2) for i in range(run.iterations)]
     return tuple(_outcome(setting, program, run.system, run.plan, step, batch).time_s for batch in batches)
 

@@ -116,7 +116,9 @@ def traffic(tasks: Tasks, num_servers: int, *, each: bool = False) -> tuple[Ints
     queries, keys = np.zeros((2, num_servers, num_servers), np.int64)
     np.add.at(queries, (tasks.home, tasks.server), tasks.tokens)
     if each:
-        for own in _by_document(tasks):
+        alone, documents = _by_document(tasks)
+        np.add.at(keys, (tasks.home[alone], tasks.server[alone]), tasks.tokens[alone])
+        for own in documents:
             before = np.zeros((len(own), num_servers), np.int64)  # tokens of every home up to a task
             before[np.arange(len(own)), tasks.home[own]] = tasks.tokens[own]
             np.add.at(keys.T, tasks.server[own], before.cumsum(axis=0))
@@ -140,18 +142,24 @@ def copies(tasks: Tasks, num_servers: int, *, each: bool = False) -> Ints:
     Args:
         tasks, num_servers, each: as of ``traffic``.
     """
+    alone, documents = _by_document(tasks)
     most = np.zeros(num_servers, np.int64)
-    for own in _by_document(tasks):
+    most[tasks.home[alone]] = 1
+    for own in documents:
         server = tasks.server[own]
         left = range(len(own), 0, -1) if each else [len(set(server[i:].tolist())) for i in range(len(own))]
         np.maximum.at(most, tasks.home[own], np.fromiter(left, np.int64))
     return most
 
 
-def _by_document(tasks: Tasks) -> list[Ints]:
-    """Tasks of every document, in its order."""
+def _by_document(tasks: Tasks) -> tuple[Ints, list[Ints]]:
+    """Tasks that are a whole document, and those of every other document, in its order."""
     order = np.lexsort((tasks.first, tasks.document))
-    return np.split(order, np.flatnonzero(np.diff(tasks.document[order])) + 1)
+    count = np.bincount(tasks.document)
+    parts = order[count[tasks.document[order]] > 1]
+    return order[count[tasks.document[order]] == 1], (
+        np.split(parts, np.flatnonzero(np.diff(tasks.document[parts])) + 1) if len(parts) else []
+    )
 
 
 def dispatch(tasks: Tasks, num_servers: int, sizes: TokenBytes, *, each: bool = False) -> Dispatch:

@@ -140,7 +140,7 @@ def dcp(
 
 
 def _dcp_ranges(batches: int | None, out: Path | None, as_json: bool, jobs: int | None) -> None:
-    from studies.dcp.report import ranges_record, ranges_view
+    from studies.dcp.report import ranges_record, ranges_view, with_more
     from studies.dcp.reproduce import FEW_BATCHES
     from studies.dcp.reproduce import sensitivity as ranges
 
@@ -148,7 +148,7 @@ def _dcp_ranges(batches: int | None, out: Path | None, as_json: bool, jobs: int 
     with progress_bar("Predicting under other assumptions") as progress:
         found = ranges(count, jobs=jobs, progress=progress)
     record = json.dumps(ranges_record(found, count), indent=1) + "\n"
-    _hand_out(record, lambda: ranges_view(found), out, as_json)
+    _hand_out(record, lambda: ranges_view(with_more(found)), out, as_json)
 
 
 @app.command()

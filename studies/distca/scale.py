@@ -582,17 +582,18 @@ def _worth(runs: Sequence[Interim]) -> dict[str, list[float]]:
 def speed_ups(
     wanted: Sequence[Setting] | None = None,
     iterations: Sequence[int] = SPREAD,
+    lists: Lists | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> list[SpeedUp]:
     """Speed-ups at the settings of the paper; arguments as of ``reproduce``."""
     chosen = settings() if wanted is None else wanted
-    ratios = mapped(partial(_speed_up, iterations=iterations), chosen, jobs, progress)
+    ratios = mapped(partial(_speed_up, iterations=iterations, lists=lists or {}), chosen, jobs, progress)
     return [SpeedUp(setting=setting, predicted=ratio) for setting, ratio in zip(chosen, ratios, strict=True)]
 
 
-def _speed_up(setting: Setting, iterations: Sequence[int]) -> float | None:
-    packed = sample(setting.data, setting.context)
+def _speed_up(setting: Setting, iterations: Sequence[int], lists: Lists) -> float | None:
+    packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
     there = [i for i in iterations if (i + 1) * setting.sequences <= len(packed)]
     try:
         wlb, distca = (

@@ -140,7 +140,7 @@ def dcp(
 
 
 def _dcp_ranges(batches: int | None, out: Path | None, as_json: bool, jobs: int | None) -> None:
-    from studies.dcp.report import ranges_record, ranges_view
+    from studies.dcp.report import ranges_record, ranges_view, with_more
     from studies.dcp.reproduce import FEW_BATCHES
     from studies.dcp.reproduce import sensitivity as ranges
 
@@ -148,7 +148,7 @@ def _dcp_ranges(batches: int | None, out: Path | None, as_json: bool, jobs: int 
     with progress_bar("Predicting under other assumptions") as progress:
         found = ranges(count, jobs=jobs, progress=progress)
     record = json.dumps(ranges_record(found, count), indent=1) + "\n"
-    _hand_out(record, lambda: ranges_view(found), out, as_json)
+    _hand_out(record, lambda: ranges_view(with_more(found)), out, as_json)
 
 
 @app.command()
@@ -162,7 +162,7 @@ def distca(
         bool, typer.Option("--speed-ups", help="Speed-ups of the paper's settings, on 64 to 512 GPUs.")
     ] = False,
     pretrain: Annotated[
-        Path | None, typer.Option(help="With --scale, the same of Pretrain; --lengths is ProLong's.")
+        Path | None, typer.Option(help="With --scale or --speed-ups, the same of Pretrain; --lengths is ProLong's.")
     ] = None,
     out: Out = None,
     html: Html = None,
@@ -175,10 +175,9 @@ def distca(
         refuse("studies: --scale has no speed-ups", {"--speed-ups": speed_ups})
         _distca_scale({"prolong": lengths, "pretrain": pretrain}, out, html, as_json, jobs)
     elif speed_ups:
-        refuse("studies: --speed-ups draws documents by itself", {"--lengths": lengths, "--pretrain": pretrain})
-        _distca_speed_ups(out, html, as_json, jobs)
+        _distca_speed_ups({"prolong": lengths, "pretrain": pretrain}, out, html, as_json, jobs)
     else:
-        refuse("studies: only --scale has runs of Pretrain", {"--pretrain": pretrain})
+        refuse("studies: only --scale and --speed-ups have runs of Pretrain", {"--pretrain": pretrain})
         _distca_runs(lengths, out, html, as_json, jobs)
 
 
@@ -186,7 +185,7 @@ def _distca_scale(
     files: dict[str, Path | None], out: Path | None, html: Path | None, as_json: bool, jobs: int | None
 ) -> None:
     from studies.distca.reproduce import read_lengths
-    from studies.distca.scale import reproduce, reproduce_known
+    from studies.distca.scale import reproduce, reproduce_fits, reproduce_known
     from studies.distca.scale_report import scale_html, scale_record, scale_view
 
     lists = {name: read_lengths(path) for name, path in files.items() if path}
@@ -195,20 +194,27 @@ def _distca_scale(
         runs = reproduce(lists=lists, jobs=jobs, progress=progress)
     with progress_bar("Predicting runs on 512 GPUs") as progress:
         known = reproduce_known(lists=lists, jobs=jobs, progress=progress)
+    with progress_bar("Predicting memory") as progress:
+        fits = reproduce_fits(lists=lists, jobs=jobs, progress=progress)
     _write_page(html, lambda: scale_html(runs, listed))
-    record = json.dumps(scale_record(runs, known, listed), indent=1) + "\n"
-    _hand_out(record, lambda: scale_view(runs, known, listed), out, as_json)
+    record = json.dumps(scale_record(runs, known, fits, listed), indent=1) + "\n"
+    _hand_out(record, lambda: scale_view(runs, known, fits, listed), out, as_json)
 
 
-def _distca_speed_ups(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
+def _distca_speed_ups(
+    files: dict[str, Path | None], out: Path | None, html: Path | None, as_json: bool, jobs: int | None
+) -> None:
+    from studies.distca.reproduce import read_lengths
     from studies.distca.scale import speed_ups
     from studies.distca.scale_report import speed_ups_html, speed_ups_record, speed_ups_view
 
+    lists = {name: read_lengths(path) for name, path in files.items() if path}
+    listed = len(lists) == len(files)
     with progress_bar("Predicting speed-ups") as progress:
-        ratios = speed_ups(jobs=jobs, progress=progress)
-    _write_page(html, lambda: speed_ups_html(ratios))
-    record = json.dumps(speed_ups_record(ratios), indent=1) + "\n"
-    _hand_out(record, lambda: speed_ups_view(ratios), out, as_json)
+        ratios = speed_ups(lists=lists, jobs=jobs, progress=progress)
+    _write_page(html, lambda: speed_ups_html(ratios, listed))
+    record = json.dumps(speed_ups_record(ratios, listed), indent=1) + "\n"
+    _hand_out(record, lambda: speed_ups_view(ratios, listed), out, as_json)
 
 
 def _distca_runs(lengths: Path | None, out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:

@@ -36,13 +36,9 @@ GB300 = (
     "GB200 and H100 are 3 % off; GB300, which data sheets give GB200's peak in FP8, takes a fifth less time than that, "
     "at 1,400 instead of 1,200 W"
 )
-COUNTED = (
-    "what Megatron does with gradients around its passes is counted since, and errors that had cancelled no longer do"
-)
-ATTENDS = (
-    "DistCA's program with pipelines computes nothing again, and predictions without that are 18 % too fast, 3 % if "
-    "servers attended once more, for which its code shows no reason; four of the six runs that are more than 25 % off "
-    "have the microbatches that need most memory, the 16 others are 9 to 16 % off"
+NANO = (
+    "four of DistCA's 22 interim runs, whose plans all have large nano-batches, take 1.3 to 1.5 times as long as is "
+    "predicted: not understood; the others are 4 % off"
 )
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
 ONE_OF_A_KIND = "the one RoCE cluster with small sizes, left out, and two A3 High that differ by 1.4 from each other"
@@ -127,12 +123,13 @@ TARGETS = {
     "SimuMax's steps, memory, mean": Target(0.06),
     "ring-flash-attn's table, mean": Target(0.06),
     "USP's grids, mean": Target(0.10),
-    "DistCA's known plan, iteration of short documents": Target(0.02, COUNTED),
+    "DistCA's known plan, iteration of short documents": Target(0.02),
     "WLB's pipelined runs, mean": Target(0.08),
-    "runs with pipelines of DistCA's study, mean": Target(0.06, ATTENDS),
-    "runs with pipelines of DistCA's study, signed": Target(0.02, ATTENDS),
-    "DistCA's pipelined runs, mean": Target(0.08, ATTENDS),
-    "DistCA's pipelined run on 128 GPUs": Target(0.08, ATTENDS),
+    "pipelined runs of known plans, mean": Target(0.08),
+    "runs with pipelines of DistCA's study, mean": Target(0.06),
+    "runs with pipelines of DistCA's study, signed": Target(0.02, NANO),
+    "DistCA's pipelined runs, mean": Target(0.08, NANO),
+    "DistCA's pipelined run on 128 GPUs": Target(0.08),
     "published steps in bf16, mean": Target(0.07),
     "published steps in FP8, mean": Target(0.10),
     "other published steps, mean": Target(0.15),

@@ -10,11 +10,11 @@ from cpsim.models.attention.params import attention_seconds
 from cpsim.models.profile import load_profile
 from cpsim.prediction.step.planner_kernel import planner_kernel
 from cpsim.strategies.distca.batches import iteration, sample
-from cpsim.strategies.distca.greedy import latency
+from cpsim.strategies.distca.greedy import latency, released
 from cpsim.strategies.distca.items import lay_out, tasks_of
 from cpsim.strategies.distca.kernel import Kernel, cost, flash_attention_4
 from cpsim.strategies.distca.planning import profiled, schedule
-from cpsim.strategies.distca.tasks import TokenBytes, dispatch, traffic
+from cpsim.strategies.distca.tasks import TokenBytes, copies, dispatch, traffic
 
 K = 1024
 VARIANTS = ("released", "paper", "cpsim")
@@ -100,6 +100,40 @@ def test_byte_matrices_are_those_of_a_count_token_by_token(documents, servers, v
     assert (sent.grads == 1024 * queries.T + 512 * keys.T).all()
     away = [m - np.diag(np.diag(m)) for m in (sent.qkv, sent.out, sent.bundle, sent.grads)]
     assert sent.busiest().tolist() == [max(m.sum(axis=0).max(), m.sum(axis=1).max()) for m in away]
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=lists(2000), servers=st.integers(1, 7))
+def test_keys_for_each_task_are_those_of_a_count_token_by_token(documents, servers):
+    if documents.sum() < servers:
+        return
+    tasks = schedule(documents, servers, SIZES, KERNELS["fwd"])
+    keys, most = np.zeros((servers, servers), int), {each: np.zeros(servers, int) for each in (True, False)}
+    for document, home in enumerate(homes(documents, servers)):
+        mine = np.flatnonzero(tasks.document == document)
+        for first, kv, server in zip(tasks.first[mine], tasks.kv[mine], tasks.server[mine], strict=True):
+            np.add.at(keys, (home[:kv], server), 1)
+            later = tasks.server[mine][tasks.first[mine] >= first]
+            most[True][home[first]] = max(most[True][home[first]], len(later))
+            most[False][home[first]] = max(most[False][home[first]], len(set(later.tolist())))
+    assert traffic(tasks, servers, each=True)[1].tolist() == keys.tolist()
+    assert (traffic(tasks, servers)[1] <= keys).all()
+    for each, expected in most.items():
+        assert copies(tasks, servers, each=each).tolist() == expected.tolist()
+    sent = dispatch(tasks, servers, SIZES, each=True)
+    assert sent.fullest() == max(
+        m.sum(axis=i).max() for m in (sent.qkv, sent.out, sent.bundle, sent.grads) for i in (0, 1)
+    )
+    assert sent.kept().tolist() == [m.diagonal().max() for m in (sent.qkv, sent.out, sent.bundle, sent.grads)]
+
+
+def test_servers_without_documents_take_tasks_of_others():
+    documents = np.array([4096, 512, 512, 3072])
+    tasks = released(documents, 4, SIZES, 0.05, homes=2)
+    assert set(tasks.home.tolist()) == {0, 1}
+    assert tasks.tokens[tasks.home == 0].sum() == documents.sum() // 2
+    work = tasks.work(4)
+    assert work[2:].min() > 0.9 * work.mean()
 
 
 def test_rows_of_queries_are_padded_to_16_bytes():

@@ -6,7 +6,13 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim.prediction.step.pipeline import most_in_flight, one_f_one_b, one_f_one_b_order, same_phase
+from cpsim.prediction.step.pipeline import (
+    most_in_flight,
+    one_f_one_b,
+    one_f_one_b_order,
+    same_phase,
+    same_phase_order,
+)
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 5))
 CHUNKED = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(2, 4), st.integers(2, 3))
@@ -35,6 +41,18 @@ def test_a_stage_holds_at_most_as_many_microbatches_as_stages_follow():
         held = np.cumsum([1 if which == 0 else -1 for which, _, _ in one_f_one_b_order(stage, stages, microbatches)])
         assert held.max() == stages - stage
         assert held[-1] == 0
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (4, 8), (4, 2)])
+def test_stages_of_one_phase_hold_what_their_passes_in_time_say(stages, microbatches):
+    """Microbatches whose forward pass has ended and whose backward one has not, and one on its way."""
+    done = same_phase(even(1, microbatches, stages), 0.0).done_s[:, 0]
+    for stage in range(stages):
+        order = same_phase_order(stage, stages, microbatches)
+        assert sorted(order) == [(which, m, stage) for which in (0, 1) for m in range(microbatches)]
+        assert order == sorted(order, key=lambda one: done[one])
+        held = most_in_flight(order, {stage: 1})[stage] + 1
+        assert held == min(microbatches, 2 * (stages - 1 - stage) + 1)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])

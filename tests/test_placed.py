@@ -65,9 +65,9 @@ def test_copies_come_on_top_of_kernels():
     assert more == pytest.approx(copies.tolist())
 
 
-def passes(exchange_s, recompute="none", packs=None):
+def passes(exchange_s, recompute="none", packs=None, layers=1):
     attends = np.array([[1.0, 2.0], [3.0, 4.0]])
-    return ping_pong(OPS, COSTS, recompute, attends, np.full((2, 4), exchange_s), NETWORK, packs)
+    return ping_pong(OPS, COSTS, recompute, attends, np.full((2, 4), exchange_s), NETWORK, packs, layers)
 
 
 def layer(ops):
@@ -81,9 +81,21 @@ def test_hidden_exchanges_leave_two_nano_batches_of_computation():
     assert forward[PARTS.index(NETWORK)] == backward[PARTS.index(NETWORK)] == 0
 
 
-def test_slow_exchanges_pace_every_tick():
-    for made in passes(100.0):
-        assert made.sum() == pytest.approx(400.0)
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_slow_exchanges_pace_every_tick(layers):
+    """But for the first and the last one, beside which there is nothing to exchange."""
+    for made, ops in zip(passes(100.0, layers=layers), (OPS.forward(), OPS.backward()), strict=True):
+        assert made.sum() == pytest.approx(400.0 * layers + layer(ops))
+
+
+def test_exchanges_hide_less_at_the_ends_of_a_stage_than_between_layers():
+    """An exchange as long as a layer hides between two layers; before the first it has the part before attention."""
+    exchange_s = layer(OPS.forward())
+    alone, twice = (passes(exchange_s, layers=layers)[0] for layers in (1, 2))
+    shown = 2 * exchange_s - layer(OPS.before_attention()) - layer(OPS.after_attention())
+    assert alone[PARTS.index(NETWORK)] == pytest.approx(shown)
+    assert twice[PARTS.index(NETWORK)] == pytest.approx(shown)
+    assert twice.sum() - alone.sum() == pytest.approx(2 * exchange_s + 3.0)
 
 
 def test_an_exchange_hides_behind_its_own_tick_only():
@@ -106,8 +118,10 @@ def test_a_rank_packs_beside_its_own_layer():
     for (plain, packed), more in zip(zip(passes(0.0), passes(0.0, packs=packs), strict=True), (30, 70), strict=True):
         assert packed.sum() - plain.sum() == pytest.approx(more)
     forward, backward = passes(20.0, packs=packs)
-    assert forward.sum() == pytest.approx(20.0 + (20.0 + layer(OPS.forward())) + 20.0 + 20.0)
-    assert backward.sum() == pytest.approx(20.0 + 20.0 + 70.0 + 2 * layer(OPS.backward()))
+    before, after = layer(OPS.before_attention()), layer(OPS.after_attention())
+    assert forward.sum() == pytest.approx(30.0 + 2 * before + 20.0 + 20.0 + 20.0 + after)
+    before, after = layer(OPS.before_attention_backward()), layer(OPS.after_attention_backward())
+    assert backward.sum() == pytest.approx(70.0 + 2 * after + 20.0 + 20.0 + 20.0 + before)
 
 
 def test_calls_are_priced_alike_together_and_alone():

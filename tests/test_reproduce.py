@@ -173,4 +173,5 @@ def test_an_option_that_a_flag_would_drop_is_refused(study, flag, option):
 
 
 def test_lists_that_only_a_flag_reads_are_refused_without_it():
-    assert "only --scale has runs of Pretrain" in one_line(studies("distca", "--pretrain", "x", status=2))
+    said = one_line(studies("distca", "--pretrain", "x", status=2))
+    assert "only --scale and --speed-ups have runs of Pretrain" in said

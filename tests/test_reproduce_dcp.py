@@ -16,6 +16,7 @@ from cpsim.masks.slices import UNBOUNDED, Slices
 from cpsim.models.attention.params import calls, listed_calls
 from cpsim.models.profile import load_profile
 from studies.dcp import report
+from studies.dcp import reproduce as reproducing
 from studies.dcp.report import dcp_record, dcp_view, ranges_record, ranges_view, read_ranges
 from studies.dcp.reproduce import (
     CODES,
@@ -183,7 +184,17 @@ def test_a_solver_that_is_not_there_is_asked_for_before_anything_is_predicted():
 def test_published_speed_ups_lie_in_the_ranges_of_what_nobody_published():
     found = [one for one in read_ranges() if not one.outlier]
     assert len(found) == 15
+    stated = {(s.mask, s.scale): s.published for s in speed_ups(published())}
+    assert all(one.published == pytest.approx(stated[one.mask, one.scale], abs=1e-3) for one in found)
     check("DCP's published speed-ups outside of their ranges", sum(not one.inside for one in found) / len(found))
+
+
+def test_what_is_assumed_anyway_is_a_speed_up_over_each_baseline_once(monkeypatch):
+    bars = [replace(row, predicted_s=row.published_s) for row in published() if row.mask == "causal"]
+    monkeypatch.setattr(reproducing, "reproduce", lambda rows, *_, **__: rows)
+    found = sensitivity(1, ["seed 1", "lengths prolong64k"], bars, jobs=1)
+    assert [one.published for one in found] == [s.published for s in speed_ups(bars)]
+    assert all(value == one.published for one in found for value in one.predicted.values())
 
 
 @pytest.mark.slow

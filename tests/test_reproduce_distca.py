@@ -1,7 +1,7 @@
 """DistCA's 34B runs: published iterations, the three systems, and how far off predictions are."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import mean
 
 import numpy as np
@@ -9,7 +9,10 @@ import pytest
 from targets import check
 from typer.testing import CliRunner
 
+from cpsim.case.cluster import load_cluster
+from cpsim.case.model import MODELS
 from cpsim.errors import ScenarioError
+from cpsim.prediction.step.frameworks import Sizes, megatron_layer
 from cpsim.prediction.step.hosts import layer_seconds
 from cpsim.prediction.step.placed import COPIES
 from cpsim.strategies.distca.packing import head_tail, per_sequence
@@ -23,6 +26,7 @@ from studies.distca.reproduce import (
     ITERATIONS,
     RATIO,
     Choice,
+    _op_by_op,
     ablations,
     baseline_seconds,
     copied_bytes,
@@ -30,6 +34,7 @@ from studies.distca.reproduce import (
     distca_seconds,
     gathered_attention,
     mean_errors,
+    pooled,
     pooled_seconds,
     published,
     read_lengths,
@@ -219,8 +224,9 @@ def test_interim_runs_have_a_prediction_for_every_plan_that_was_tried():
     (base,), (even,) = (found["wlb"][name] for name in ("as predicted", "nobody waits: no bubbles, all even"))
     assert even < base == runs["wlb"].error
     assert set(distca_scale.OTHERWISE["distca"]) < set(found["distca"])
-    (once,), (mlp,) = found["distca"]["as predicted"], found["distca"]["the MLP is computed again"]
-    assert once < mlp
+    names = "nothing is computed again", "keys are sent to a server once", "as predicted"
+    (none,), (once,), (each,) = (found["distca"][name] for name in names)
+    assert none < once < each
     check("DistCA's pipelined run on 128 GPUs", runs["distca"].error)
 
 
@@ -234,8 +240,9 @@ def test_prolong_and_pretrain_are_one_question_to_distca_s_interim_runs():
 def test_the_page_of_pipelines_says_what_its_record_does():
     assert pipelines_page.PAGE.read_text(encoding="utf-8") == pipelines_page.made()
     found = pipelined_errors()
-    assert [len(found[name]) for name in (*distca_scale.SYSTEMS, "known")] == [22, 22, 3]
+    assert [len(found[name]) for name in (*distca_scale.SYSTEMS, "known", "layers")] == [22, 22, 3, 4]
     check("WLB's pipelined runs, mean", mean(map(abs, found["wlb"])))
+    check("pipelined runs of known plans, mean", mean(map(abs, found["known"] + found["layers"])))
 
 
 @pytest.mark.parametrize(
@@ -254,11 +261,49 @@ def test_runs_with_pipelines_are_as_far_off_as_their_targets_say(name, systems, 
 def pipelined_errors():
     """Of the committed predictions, by system and of known plans."""
     record = json.loads(pipelines_page.RECORD.read_text(encoding="utf-8"))
-    found = {name: [] for name in (*distca_scale.SYSTEMS, "known")}
+    found = {name: [] for name in (*distca_scale.SYSTEMS, "known", "layers")}
     for run in record["interim"]:
         found[run["system"]].append(run["predicted_s"] / run["published_s"] - 1)
-    found["known"] = [mean(run["predicted_s"]) / mean(run["published_s"]) - 1 for run in record["known"]]
+    for run in record["known"]:
+        error = mean(run["predicted_s"]) / mean(run["published_s"]) - 1
+        found["layers" if run["setting"]["layers"] else "known"].append(error)
     return found
+
+
+def test_what_fitted_into_memory_tells_that_the_mlp_is_computed_again():
+    """Runs that fitted need less than those that did not; with nothing computed again most would need more than a GPU
+    has."""
+    record = json.loads(pipelines_page.RECORD.read_text(encoding="utf-8"))["fits"]
+    assert len(record) == len(distca_scale.fits()) == 24
+    needed = {fitted: [run["memory_bytes"] for run in record if run["fitted"] == fitted] for fitted in (True, False)}
+    gpu = load_cluster("dgx-h200").gpu.memory_bytes
+    assert max(needed[True]) < min(needed[False])
+    assert max(needed[True]) < 0.8 * gpu
+    assert sum(run["kept_bytes"] > gpu for run in record if run["fitted"]) == 8
+    smallest = [run for run in distca_scale.fits() if run.setting.sequences == 8]
+    for run in distca_scale.reproduce_fits(smallest, jobs=1):  # stand-ins for documents
+        stored = next(
+            one for one in record if one["setting"] == asdict(run.setting) and one["plan"] == asdict(run.plan)
+        )
+        assert run.memory_bytes == pytest.approx(stored["memory_bytes"], rel=0.07)
+
+
+def test_keys_for_each_task_take_longer_and_fill_buffers():
+    long = np.array([16 * 8192])
+    step = cut_model("llama3-8b", 64, 16 * 8192, 8)
+    once, each = (pooled(step, [(long, long)], Choice(each=each)) for each in (False, True))
+    assert each.time_s > once.time_s
+    assert each.buffer_bytes > once.buffer_bytes
+    assert each.served_bytes == once.served_bytes
+
+
+def test_unfused_kernels_take_longer_by_what_they_move():
+    plain = Sizes(MODELS["llama3-8b"], 8, 8192, 1)
+    fused, unfused = megatron_layer(plain, False), _op_by_op(plain, False)
+    for of, name, each in (("forward", "swiglu", 10), ("backward", "dgate up", 26)):
+        (before,), (after,) = ([n for n in getattr(code, of) if name in n.makes] for code in (fused, unfused))
+        assert after.what.nbytes == each * 8192 * 14336 // 8 > before.what.nbytes
+    assert unfused.kept - fused.kept == {"silu"}
 
 
 @pytest.mark.slow

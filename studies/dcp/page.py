@@ -29,7 +29,8 @@ from cpsim.strategies.dcp.blocks import Blocks, Placement, cut, cut_at, judge
 from cpsim.strategies.dcp.placing import Settings, plan_blocks
 from cpsim.strategies.dcp.solvers import ORDERS
 from cpsim.strategies.dcp.timing import Rates
-from studies.dcp.reproduce import LENGTHS, MASKS, batches, slower_with_ranges
+from studies.dcp.report import by_kind, coverage, read_ranges
+from studies.dcp.reproduce import FEW_BATCHES, FIRST, LENGTHS, MASKS, batches, slower_with_ranges
 from studies.dcp.solvers import means
 
 FOLDER = Path(__file__).parent
@@ -281,10 +282,34 @@ def page(rows: Sequence[tuple[str, str, Point, Sequence[Point]]], record: dict[s
             "",
             usual(),
             "",
+            *ranged(),
+            "",
             *REMAINS,
             "",
         ]
     )
+
+
+def ranged() -> list[str]:
+    """Which published speed-ups lie inside of what other assumptions give, and which assumptions matter."""
+    found = read_ranges()
+    words = coverage(found)
+    lines = [
+        f"{words[0].upper()}{words[1:]}. `python -m studies dcp --sensitivity` changes each of them alone, with "
+        f"Mt-KaHyPar where nothing else is said, and {FEW_BATCHES} batches; of those with more, the predictions above "
+        "are taken. Which batches are drawn counts for as much as any assumption.",
+        "",
+        "| speed-up of DCP | lengths | published | as assumed | least | most | inside |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in found:
+        (low, high), by = one.ends, one.predicted
+        ends = (f"{value:.2f}, {next(name for name in by if by[name] == value)}" for value in (low, high))
+        name, inside = one.mask + " (outlier)" * one.outlier, "yes" if one.inside else "no"
+        cells = name, f"x {one.scale:g}", f"{one.published:.2f}", f"{by[FIRST]:.2f}", *ends, inside
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| if only this varies | inside | most over least, mean |", "| --- | --- | --- |"]
+    return lines + [f"| {name} | {inside} | {width:.1f} |" for name, (inside, width) in by_kind(found).items()]
 
 
 def usual() -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from statistics import mean
+from dataclasses import asdict, replace
+from statistics import geometric_mean, mean
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -13,9 +13,21 @@ from rich.text import Text
 
 from cpsim.report.tables import table
 from cpsim.report.words import signed_percent
-from studies.dcp.reproduce import FOLDER, Assumed, Range, Row, SpeedUp, mean_error, speed_ups, without_outliers
+from studies.dcp.reproduce import (
+    FOLDER,
+    KINDS,
+    Assumed,
+    Range,
+    Row,
+    SpeedUp,
+    mean_error,
+    speed_ups,
+    without_outliers,
+)
 
 SENSITIVITY: Final = FOLDER / "sensitivity.json"
+MORE: Final = {"50 batches with kahypar": FOLDER / "dcp-reproduced.json", "5 batches": FOLDER / "dcp-mtkahypar.json"}
+"""What this study predicts with more batches: the solver of the measured run with as many as it had, and the usual."""
 INSIDE: Final = 0.85
 """Share of the published speed-ups that ranges are to hold."""
 
@@ -54,11 +66,20 @@ def basis(assumed: Assumed) -> str:
 
 
 def read_ranges() -> list[Range]:
-    """Speed-ups under other assumptions, as ``python -m studies dcp --sensitivity`` wrote them to `SENSITIVITY`; none
-    where it was not run."""
+    """Speed-ups under other assumptions, as ``python -m studies dcp --sensitivity`` wrote them to `SENSITIVITY`, and
+    those of `MORE`; none where it was not run."""
     if not SENSITIVITY.exists():
         return []
-    return [Range(**row) for row in json.loads(SENSITIVITY.read_text(encoding="utf-8"))["ranges"]]
+    return with_more([Range(**row) for row in json.loads(SENSITIVITY.read_text(encoding="utf-8"))["ranges"]])
+
+
+def with_more(found: Sequence[Range]) -> list[Range]:
+    """The same with the predictions of `MORE`."""
+    for name, path in MORE.items():
+        known = json.loads(path.read_text(encoding="utf-8"))["speed_ups"]
+        by_case = {(one["mask"], one["length_scale"]): one["predicted"] for one in known}
+        found = [replace(one, predicted={**one.predicted, name: by_case[one.mask, one.scale]}) for one in found]
+    return list(found)
 
 
 def ranges_view(found: Sequence[Range]) -> RenderableType:
@@ -78,7 +99,22 @@ def ranges_view(found: Sequence[Range]) -> RenderableType:
         name, inside = one.mask + " (outlier)" * one.outlier, "yes" if one.inside else "no"
         span = f"{low:.2f}-{high:.2f}"
         made.add_row(name, f"x {one.scale:g}", f"{one.published:.2f}", span, inside, least, most)
-    return Group(made, Text(coverage(found)))
+    kinds = table(("ranges, if only this varies", "left"), ("inside", "right"), ("most over least, mean", "right"))
+    for name, (inside, width) in by_kind(found).items():
+        kinds.add_row(name, inside, f"{width:.1f}")
+    return Group(made, Text(), kinds, Text(coverage(found)))
+
+
+def by_kind(found: Sequence[Range]) -> dict[str, tuple[str, float]]:
+    """By what assumptions are about: how many published speed-ups are inside of ranges of these alone, without
+    outliers, and how wide these ranges are, most over least, in the geometric mean."""
+    steady = [one for one in found if not one.outlier]
+    rows = {}
+    for name, names in {**KINDS, "all of them": tuple(found[0].predicted)}.items():
+        some = [one.among(names) for one in steady]
+        width = geometric_mean(high / low for low, high in (one.ends for one in some))
+        rows[name] = f"{sum(one.inside for one in some)} of {len(some)}", width
+    return rows
 
 
 def coverage(found: Sequence[Range]) -> str:

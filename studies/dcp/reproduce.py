@@ -107,6 +107,7 @@ class Assumed:
 
 
 BASE: Final = Assumed()
+FIRST: Final = "as assumed"
 ASSUMED: Final[Mapping[str, Assumed]] = {
     "solver kahypar": Assumed(solver="kahypar"),
     "seed 1": Assumed(seed=1),
@@ -123,6 +124,16 @@ ASSUMED: Final[Mapping[str, Assumed]] = {
 The solver of the measured run is KaHyPar, which it seeds by chance. The paper has tolerances of 0.4 between nodes and
 0.1 inside, DCP's scripts also 16 times the one inside, and each stands in for the other. The branch that was measured
 is not public, so that it may have planned as the paper says. Lengths are those of two other corpora here."""
+
+
+KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "solver, its seed": ("solver kahypar", "seed 1", "seed 2"),
+    "batches, more of them": ("5 batches", "50 batches with kahypar"),
+    "tolerances": ("eps_inter 0.1", "eps_inter 1.6", "eps_intra 0.4"),
+    "variant": ("variant paper",),
+    "lengths": ("lengths distca_prolong", "lengths prolong64k"),
+}
+"""Assumptions by what they are about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +408,11 @@ class Range:
         low, high = self.ends
         return low <= self.published <= high
 
+    def among(self, names: Sequence[str]) -> Range:
+        """The same with some assumptions only, and with what is assumed else."""
+        kept = {name: self.predicted[name] for name in (FIRST, *names) if name in self.predicted}
+        return replace(self, predicted=kept)
+
 
 def sensitivity(
     count: int,
@@ -414,18 +430,21 @@ def sensitivity(
         jobs: processes; None uses all cores.
         progress: called with (done, total) assumptions.
     """
-    tried = {"as assumed": BASE} | {
+    tried = {FIRST: BASE} | {
         name: assumed for name, assumed in ASSUMED.items() if find_spec(assumed.solver) and (not names or name in names)
     }
     rows, found = reproduce(bars, count=count, jobs=jobs), dict[str, list[SpeedUp]]()
     dcp, others = ([row for row in rows if (row.row == "dcp") == own] for own in (True, False))
     for done, (name, assumed) in enumerate(tried.items()):
-        asked = rows if assumed.lengths != LENGTHS else dcp  # baselines know nothing of planners
-        made = rows if assumed == BASE else reproduce(asked, assumed, count, jobs)
-        found[name] = speed_ups(made if asked is rows else [*others, *made])
+        if assumed == BASE:
+            found[name] = speed_ups(rows)
+        elif assumed.lengths != LENGTHS:
+            found[name] = speed_ups(reproduce(rows, assumed, count, jobs))
+        else:  # baselines know nothing of planners
+            found[name] = speed_ups([*others, *reproduce(dcp, assumed, count, jobs)])
         if progress:
             progress(done + 1, len(tried))
-    base = {(s.mask, s.scale): s for s in found["as assumed"]}
+    base = {(s.mask, s.scale): s for s in found[FIRST]}
     by_name = {name: {(s.mask, s.scale): s.predicted for s in made} for name, made in found.items()}
     return [
         Range(

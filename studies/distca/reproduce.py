@@ -29,22 +29,25 @@ from numpy.typing import NDArray
 from cpsim.case.cluster import load_cluster
 from cpsim.case.files import parse_json, read_text
 from cpsim.case.load import scenario_from
-from cpsim.case.parallel import Recompute
+from cpsim.case.parallel import PipelineSchedule, Recompute
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.masks.slices import Ints
 from cpsim.models.profile import load_profile
 from cpsim.prediction.step.attention import PASSES, Attended
+from cpsim.prediction.step.frameworks import Sizes, megatron_layer
 from cpsim.prediction.step.hosts import layer_seconds
-from cpsim.prediction.step.layer import BF16, FP32, Ops
+from cpsim.prediction.step.layer import BF16, FP32, ElementwisePass, Ops
 from cpsim.prediction.step.placed import Placed, gathered, ping_pong
+from cpsim.prediction.step.program import LayerCode, Node, Nodes
 from cpsim.prediction.step.step import Step, StepModel
 from cpsim.prediction.steps import StepCase
 from cpsim.runtime.processes import Progress, mapped
 from cpsim.schedule.schedule import Kind
+from cpsim.schedule.transformer import OP_BYTES
 from cpsim.strategies.distca.batches import Packed, iteration, sample
 from cpsim.strategies.distca.greedy import released
 from cpsim.strategies.distca.packing import BREAKPOINTS, head_tail, per_sequence, wlb_limit, wlb_pack
-from cpsim.strategies.distca.tasks import Dispatch, Tasks, TokenBytes, dispatch
+from cpsim.strategies.distca.tasks import Dispatch, Tasks, TokenBytes, copies, dispatch
 from cpsim.units import MS_PER_S
 from studies import published_lines
 
@@ -72,6 +75,14 @@ that its own queries see, and its queries (baseline/wlbllm_original/wlbllm/per_d
 ``wlb`` copies what it gathers out of one buffer and fills another with random numbers, as its shuffle is off, copies
 the keys of every document, and adds up their gradients one document at a time; ``per_sequence`` puts keys in order and
 their gradients back. Both clear gradients, and join two chunks of queries."""
+GATES: Final = (10, 2), (26, 4)
+"""Bytes that SwiGLU reads and writes of an element of its output op by op, and kernels that do, by pass (megatron/core/
+transformer/mlp.py at 0.12.1; ``bias_activation_fusion`` is not set)."""
+UNFUSED: Final = tuple((each, OP_BYTES[kind]) for (each, _), kind in zip(GATES, ("swiglu", "swiglu_bwd"), strict=True))
+"""Bytes of SwiGLU op by op, and fused, by pass."""
+LOGITS: Final = 38, 14
+"""The same of the cross entropy and a logit: cast, maximum, difference, exponentials, sum and quotient in fp32, and
+their gradient (tensor_parallel/cross_entropy.py; ``cross_entropy_loss_fusion`` is not set)."""
 RATIO: Final = "best wlb / distca"
 BARS: Final = {"distca": 0.08, "wlb": 0.08, RATIO: 0.04}
 """Mean errors that predictions are to stay within."""
@@ -136,6 +147,8 @@ class Choice:
     """Exchanges beside computation (2), after it (1), or free (0)."""
     again: bool = False
     """Whether servers attend once more before they do backward."""
+    each: bool = False
+    """Whether every task gets keys of its own, see ``traffic``; else a server gets a key once."""
 
 
 ABLATIONS: Final = {
@@ -187,8 +200,10 @@ def cut_model(
     pp: int = 1,
     microbatches: int = 1,
     recompute: Recompute = "mlp",
+    schedule: PipelineSchedule = "1f1b",
 ) -> StepModel:
-    """A model on some GPUs as DistCA's experiments run it; replicas take what the other degrees leave.
+    """A model on some GPUs as DistCA's experiments run it; replicas take what the other degrees leave. Neither SwiGLU
+    nor the cross entropy is fused, as their configuration of Megatron-Core leaves both options out.
 
     Raises:
         ScenarioError, InfeasibleError: the degrees do not fit.
@@ -201,6 +216,8 @@ def cut_model(
         "recompute": recompute,
         "gradients": "none",
         "optimizer": False,
+        "schedule": schedule,
+        "loss_fusion": "none",
     }
     strategy = "none" if cp == 1 else "allgather"
     scenario = scenario_from(
@@ -218,7 +235,30 @@ def cut_model(
     )
     cluster = load_cluster(CLUSTER).with_gpus(gpus)
     case = StepCase(scenario, cluster, load_profile(str(cluster.profile)))
-    return case.model(case.parallel(), strategy, {})
+    step = case.model(case.parallel(), strategy, {})
+    return replace(step, framework=replace(step.framework, layer=_op_by_op))
+
+
+def _op_by_op(s: Sizes, compiled: bool) -> LayerCode:
+    """Megatron-Core's layer with SwiGLU op by op: SiLU, which is kept, and a product; two products, the gradient of
+    SiLU, and both gradients joined."""
+    code, (forward, backward) = megatron_layer(s, compiled), GATES
+
+    def unfused(nodes: Nodes, name: str, each: int, calls: int) -> Nodes:
+        what = ElementwisePass("copy", each * s.inner // BF16)
+        return tuple(replace(node, what=what, calls=calls) if name in node.makes else node for node in nodes)
+
+    def with_silu(node: Node) -> Node:
+        if "swiglu" in node.makes:
+            return replace(node, makes={**node.makes, "silu": s.inner})
+        return replace(node, reads=(*node.reads, "silu")) if "dgate up" in node.makes else node
+
+    return replace(
+        code,
+        forward=tuple(map(with_silu, unfused(code.forward, "swiglu", *forward))),
+        backward=tuple(map(with_silu, unfused(code.backward, "dgate up", *backward))),
+        kept=code.kept | {"silu"},
+    )
 
 
 def gathered_attention(step: StepModel, tasks: Tasks, system: Baseline, *, again: bool = False) -> Attended:
@@ -306,42 +346,77 @@ def distca_seconds(step: StepModel, nano_batches: Sequence[Ints], choice: Choice
     return pooled_seconds(step, [nano_batches], choice)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooled:
+    """One iteration of ``distca``."""
+
+    time_s: float
+    buffer_bytes: int = 0
+    """Of the fullest of the buffers that a GPU sends from or receives into."""
+    served_bytes: int = 0
+    """That the fullest server holds in a backward pass beside these buffers: what it received, gradients of that, and
+    those of keys and values for every query head, which flash-attn 2 then adds up."""
+
+
 def pooled_seconds(step: StepModel, microbatches: Sequence[Sequence[Ints]], choice: Choice) -> float:
+    """Seconds of ``pooled``."""
+    return pooled(step, microbatches, choice).time_s
+
+
+def pooled(step: StepModel, microbatches: Sequence[Sequence[Ints]], choice: Choice) -> Pooled:
     """One iteration of ``distca``: in every tick of a same-phase pipeline all stages of all replicas, idle ones too,
     serve the attention of the microbatches that are on the way.
 
-    Documents of a tick lie on all servers one after the other, also where stages are idle.
+    Documents of a tick lie on the servers of the stages that have a microbatch, the newest one's on the first. After a
+    tick neighbours of a pipeline send activations and their gradients at once, in the first and the last ticks either.
 
     Args:
         step: the run; every stage of every replica is a server.
         microbatches: documents of both nano-batches of each, of all replicas [tokens].
         choice: how it runs.
 
-    Reference: DistCA (arXiv 2510.18121), section 4.4 and figure 8.
+    Reference: DistCA (arXiv 2510.18121), section 4.4 and figure 8; d2/runtime/megatron/forward_backward_func.py at
+    031ba42.
     """
-    parallel, total = step.parallel, 0.0
-    ops = Ops(step.model, TP, int(microbatches[0][0].sum()) // parallel.dp)
-    ends = [step.costs.seconds(end()) for end in (ops.embedding, ops.embedding_backward, ops.loss, ops.loss_backward)]
-    first, last = (sum(ends[i].values()) + sum(ends[i + 1].values()) for i in (0, 2))
-    end = len(microbatches[0]) * (first + last if parallel.pp == 1 else max(first, last))
+    parallel, parts = step.parallel, list[Pooled]()
+    tokens = int(microbatches[0][0].sum()) // parallel.dp
+    ops = Ops(step.model, TP, tokens)
+    ends = [sum(step.costs.seconds(end()).values()) for end in (ops.embedding, ops.embedding_backward)]
+    last = [sum(step.costs.seconds(end()).values()) for end in (ops.loss, ops.loss_backward)]
+    logits = tokens * step.model.vocab // TP
+    fused = (OP_BYTES[kind] for kind in ("cross_entropy", "cross_entropy_bwd"))
+    last += [_swept(step, (each - least) * logits) for each, least in zip(LOGITS, fused, strict=True)]
+    end = len(microbatches[0]) * (sum(ends + last) if parallel.pp == 1 else max(sum(ends), sum(last)))
+    layers = step.model.layers // parallel.pp
     for tick in range(len(microbatches) + parallel.pp - 1):
-        window = microbatches[max(0, tick - parallel.pp + 1) : tick + 1]
-        layer = _served_layer(step, ops, [np.concatenate(nano) for nano in zip(*window, strict=True)], choice)
-        total += step.model.layers // parallel.pp * layer + end
-    return total
+        window = microbatches[max(0, tick - parallel.pp + 1) : tick + 1][::-1]
+        nano_batches = [np.concatenate(nano) for nano in zip(*window, strict=True)]
+        parts.append(_served_layers(step, ops, layers, nano_batches, parallel.dp * len(window), choice))
+    hops = len(microbatches) + 2 * (parallel.pp - 1) - 1 if parallel.pp > 1 else 0
+    return Pooled(
+        time_s=sum(one.time_s + end for one in parts) + hops * step.hop_seconds(2 * tokens),
+        buffer_bytes=max(one.buffer_bytes for one in parts),
+        served_bytes=max(one.served_bytes for one in parts),
+    )
 
 
-def _served_layer(step: StepModel, ops: Ops, nano_batches: Sequence[Ints], choice: Choice) -> float:
-    """Seconds of a layer, forward and backward, whose attention all servers share.
+def _served_layers(
+    step: StepModel, ops: Ops, layers: int, nano_batches: Sequence[Ints], homes: int, choice: Choice
+) -> Pooled:
+    """Layers, forward and backward, whose attention all servers share; documents lie on `homes` of them.
 
-    An exchange takes as long as the busiest server's NIC sends or receives, as the cluster has it. No pass is over
-    before its host has launched the layers of both nano-batches.
+    An exchange takes as long as the busiest server's NIC sends or receives, as the cluster has it, and then copies what
+    ranks keep for themselves. No pass is over before its host has launched the layers of both nano-batches.
     """
     model, attention, costs = step.model, step.attention, step.costs
     servers, sizes = step.parallel.dp * step.parallel.pp, token_bytes(step)
-    plans = [released(documents, servers, sizes, choice.tolerance) for documents in nano_batches]
-    sent = [dispatch(plan, servers, sizes) for plan in plans]
-    home, served = np.moveaxis(np.array([costs.swept("copy", copied_bytes(one)) for one in sent]), 0, -2)
+    plans = [released(documents, servers, sizes, choice.tolerance, homes=homes) for documents in nano_batches]
+    sent = [dispatch(plan, servers, sizes, each=choice.each) for plan in plans]
+    copied = np.array([copied_bytes(one) for one in sent])
+    copied[:, 0, 1] += [summed_bytes(plan, servers, sizes, each=choice.each) for plan in plans]
+    home, served = np.moveaxis(costs.swept("copy", copied), 0, -2)
+    gates = [_swept(step, (each - least) * ops.tokens * model.linears(TP)["down"][0]) for each, least in UNFUSED]
+    gates[1] += gates[0] * (step.parallel.recompute == "mlp")
     slowest = np.array([[[attention.slowest[pass_]]] for pass_ in PASSES])
     attends = np.stack([_placed(p, servers).seconds(attention.profile, KERNEL, model, TP) for p in plans], axis=1)
     busiest = (attends * slowest + served).max(axis=-1)
@@ -349,12 +424,34 @@ def _served_layer(step: StepModel, ops: Ops, nano_batches: Sequence[Ints], choic
     fabric = step.parallel.group(step.cluster, servers).fabric
     assert fabric is not None
     exchanges = fabric.latency_s + np.stack([one.busiest() for one in sent]) / fabric.uplink_bandwidth_bytes_per_s
+    exchanges += costs.swept("copy", 2 * np.stack([one.kept() for one in sent]))
     beside = exchanges if choice.streams == 2 else np.zeros_like(exchanges)
-    where, packs = "collective between nodes", home.max(axis=-1)
-    layer = ping_pong(ops, costs, step.parallel.recompute, busiest, beside, where, packs)
+    where, packs = "collective between nodes", home.max(axis=-1) + np.array(gates)[:, None]
+    passes = ping_pong(ops, costs, step.parallel.recompute, busiest, beside, where, packs, layers)
     hosts = layer_seconds(costs.profile.host, f"{step.framework.host} eager", step.parallel) or (0.0, 0.0)
-    after = float(exchanges.sum()) if choice.streams == 1 else 0.0
-    return after + sum(max(float(pass_.sum()), len(plans) * host) for pass_, host in zip(layer, hosts, strict=True))
+    after = layers * float(exchanges.sum()) if choice.streams == 1 else 0.0
+    launched = [layers * len(plans) * host for host in hosts]
+    time_s = after + sum(max(float(pass_.sum()), host) for pass_, host in zip(passes, launched, strict=True))
+    held = [held_bytes(plan, servers, sizes, model.heads // model.kv_heads) for plan in plans]
+    return Pooled(time_s=time_s, buffer_bytes=max(one.fullest() for one in sent), served_bytes=max(held))
+
+
+def _swept(step: StepModel, nbytes: int) -> float:
+    return float(step.costs.swept("copy", nbytes))
+
+
+def held_bytes(tasks: Tasks, num_servers: int, sizes: TokenBytes, group: int) -> int:
+    """See ``Pooled.served_bytes``; `group` is query heads of a key-value head."""
+    queries = np.bincount(tasks.server, tasks.tokens, num_servers)
+    keys = np.bincount(tasks.server, tasks.kv, num_servers)
+    return int(((2 * (3 * sizes.q + sizes.lse) + sizes.q) * queries + (2 + group) * sizes.kv * keys).max())
+
+
+def summed_bytes(tasks: Tasks, num_servers: int, sizes: TokenBytes, *, each: bool) -> Ints:
+    """Bytes that homes clear and add up, ``[n]``: gradients of all their keys and values, once for each copy of the key
+    that went out most often (d2/runtime/dispatch_fn.py, ``pre_all2all_layout_transfer``)."""
+    tokens = np.bincount(tasks.home, tasks.tokens, num_servers).astype(np.int64)
+    return 2 * copies(tasks, num_servers, each=each) * tokens * sizes.kv
 
 
 def copied_bytes(sent: Dispatch) -> Floats:

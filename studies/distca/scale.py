@@ -2,20 +2,20 @@
 
 Interim runs are the fastest of the plans that their script tried, which ``distca-plans.csv`` lists; which of them that
 was, and which did not finish, is not recorded. WLB-ideal runs 1F1B, DistCA same-phase ticks whose attention all stages
-serve. Runs on 512 GPUs have one plan each and every iteration. For the paper's speed-ups both systems get the fastest
-of several plans.
+serve. Runs on 512 GPUs have one plan each. For the paper's speed-ups both systems get the fastest of several plans.
 
-DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``. What runs compute again in the backward pass
-is not what their scripts ask for, see ``INTERIM``.
+DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``. What programs compute again in the backward
+pass and send is told by their code and by what fitted into memory, see ``INTERIM`` and ``fits``.
 
-Reference: DistCA (arXiv 2510.18121), section 6 and tables 3 and 4; hao-ai-lab/DistCA at 031ba42 and c6c719e, records of
-experiments.
+Reference: DistCA (arXiv 2510.18121), section 6 and tables 3 and 4; hao-ai-lab/DistCA at 9cb27ea, 031ba42, 3af30df and
+c6c719e, programs and records of experiments.
 Differs: as in ``studies.distca.reproduce``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from cpsim.case.parallel import PipelineSchedule, Recompute
 from cpsim.errors import CpsimError, InfeasibleError, OutOfMemoryError
 from cpsim.masks.slices import Ints
 from cpsim.prediction.step.step import Step, StepModel
@@ -32,7 +33,7 @@ from cpsim.strategies.distca.batches import DataSet, Packed, iteration, sample
 from cpsim.strategies.distca.packing import BREAKPOINTS
 from cpsim.units import MS_PER_S
 from studies import published_lines
-from studies.distca.reproduce import TP, Choice, cut_model, pooled_seconds, wlb_step
+from studies.distca.reproduce import TP, Choice, Pooled, cut_model, pooled, wlb_step
 
 Again = Literal["none", "mlp", "attention"]
 
@@ -44,12 +45,17 @@ K: Final = 1024
 MODELS: Final = {"8b": "llama3-8b", "34b": "llama-34b"}
 STAGES: Final = 2
 """Of pipelines of the paper's settings, as in the runs on 512 GPUs."""
+REPLACED: Final = 0.3
+"""Share of ProLong's long documents that become as long as a sequence, as scripts have it where nothing else is said
+(CHANGE_LONG_DOC_RATIO)."""
 ITERATIONS: Final = 5
 """Of interim runs, and of those on 512 GPUs."""
 SPREAD: Final = range(0, 30, 5)
 """Iterations of the paper's 30 that speed-ups are means of: ProLong's long documents come first."""
 TOLERANCE: Final = 0.1
 """Of DistCA's scheduler in its program with pipelines (tests/test_util.py at 031ba42)."""
+BUFFER: Final = 2 * 1024**3
+"""Bytes of a buffer of DistCA's exchanges (EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB of its scripts)."""
 BAR: Final = 0.08
 """Mean error that predictions of runs with pipelines are to stay within."""
 System = Literal["wlb", "distca"]
@@ -71,6 +77,7 @@ class Program:
     """What the backward pass computes once more."""
     choice: Choice = field(default_factory=Choice)
     """Of DistCA."""
+    schedule: PipelineSchedule = "1f1b"
 
     def cut(self, setting: Setting, plan: Plan) -> StepModel:
         """The model of a setting, cut as a plan says.
@@ -80,34 +87,51 @@ class Program:
         """
         sizes = setting.gpus, setting.context, setting.sequences
         degrees = {"cp": plan.cp, "pp": plan.stages, "microbatches": plan.microbatches}
-        return cut_model(MODELS[setting.model], *sizes, **degrees, recompute="mlp" if self.again == "mlp" else "none")
+        recompute: Recompute = "mlp" if self.again == "mlp" else "none"
+        step = cut_model(MODELS[setting.model], *sizes, **degrees, recompute=recompute, schedule=self.schedule)
+        return step if setting.layers is None else replace(step, model=replace(step.model, layers=setting.layers))
 
 
 POOLED: Final = Choice(tolerance=TOLERANCE)
+EACH: Final = replace(POOLED, each=True)
 INTERIM: Final[Mapping[System, Program]] = {
     "wlb": Program(again="attention"),
-    "distca": Program(again="none", choice=POOLED),
+    "distca": Program(choice=EACH, schedule="same_phase"),
 }
-"""Of interim runs. Their scripts ask for the MLP to be computed again, but both programs leave ``recompute_modules``
-unset (tests/test_megatron_e2e.py at 9cb27ea and 031ba42), and Megatron-Core 0.12.1 then takes core attention: WLB
-gathers and attends twice. DistCA's fused attention knows no recomputation. From 031ba42, where results were recorded,
-WLB's program has the MLP computed again (tests/test_wlb_e2e.py); that its runs came before shows where only documents
-differ: from Pretrain to ProLong, ten pairs grow by 1.33 times (median) what they would if it attended once."""
+"""Of interim runs, whose scripts ask for the MLP to be computed again.
+
+WLB's program leaves ``recompute_modules`` unset (tests/test_megatron_e2e.py at 9cb27ea), and Megatron-Core 0.12.1 then
+takes core attention: it gathers and attends twice. From 031ba42, where results were recorded, it has the MLP computed
+again (tests/test_wlb_e2e.py); that its runs came before shows where only documents differ: from Pretrain to ProLong,
+ten pairs grow by 1.33 times (median) what they would if it attended once.
+
+DistCA's program does not pass the option on either, and its attention is no module that Megatron-Core could compute
+again. But the MLP it did compute again, or memory would not have held its runs: see ``fits``, whose runs are a few days
+younger, and two of the interim runs would need more than a GPU has.
+
+DistCA's keys went to a server once for every task there. Since 5d51eca, which is younger than the results, they go
+once. Its scripts say so, too: 34B with 512K "need 4GB nvshmem buffer to not get stuck", and 3.8 GB are predicted to be
+received at once; it would be 0.7 GB if keys were sent once.
+"""
 PAPER: Final[Mapping[int, Mapping[System, Program]]] = {
     1: {"wlb": Program(), "distca": Program()},
-    2: {"wlb": Program(), "distca": Program(again="none", choice=POOLED)},
+    2: {"wlb": Program(), "distca": Program(choice=POOLED, schedule="same_phase")},
 }
-"""Of the paper's settings, by pipeline stages: without a pipeline both compute the MLP again
-(tests/test_e2e_combined.py at c6c719e), with one WLB alone does (tests/test_wlb_e2e.py and
-tests/test_megatron_e2e_pipeline_with_cp.py there)."""
+"""Of the paper's settings, by pipeline stages: all have the MLP computed again (tests/test_e2e_combined.py and
+tests/test_wlb_e2e.py at c6c719e), as runs on 512 GPUs did, and keys are sent once."""
 OTHERWISE: Final[Mapping[System, Mapping[str, Program]]] = {
     "wlb": {"the MLP is computed again, not attention": Program()},
     "distca": {
-        "the MLP is computed again": Program(choice=POOLED),
-        "attention is computed again": Program(again="none", choice=replace(POOLED, again=True)),
-        "exchanges cost nothing": Program(again="none", choice=replace(POOLED, streams=0)),
-        "exchanges follow computation": Program(again="none", choice=replace(POOLED, streams=1)),
-        "its scheduler's tolerance is 0.05": Program(again="none"),
+        "nothing is computed again": replace(INTERIM["distca"], again="none"),
+        **{
+            name: replace(INTERIM["distca"], choice=choice)
+            for name, choice in {
+                "keys are sent to a server once": POOLED,
+                "exchanges cost nothing": replace(EACH, streams=0),
+                "exchanges follow computation": replace(EACH, streams=1),
+                "its scheduler's tolerance is 0.05": replace(EACH, tolerance=0.05),
+            }.items()
+        },
     },
 }
 """What interim runs might have been instead."""
@@ -125,6 +149,8 @@ class Setting:
     sequences: int
     """Of an iteration."""
     stages: int = 1
+    layers: int | None = None
+    """Of the model, where a run left some out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +180,10 @@ class Outcome:
     """In which activations and their gradients travel between stages."""
     idle_s: float = 0.0
     """In which the mean GPU waits for others: bubbles, and uneven microbatches and replicas."""
+    memory_bytes: int = 0
+    """Of DistCA's fullest stage, with the buffers of its exchanges."""
+    buffer_bytes: int = 0
+    """Of these buffers, what the fullest one must hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,19 +211,38 @@ class Interim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """A run of WLB-ideal whose plan is recorded."""
+    """A run whose plan is recorded."""
 
     setting: Setting
     plan: Plan
+    system: System = "wlb"
+    tolerance: float = TOLERANCE
+    """Of DistCA's scheduler."""
+    iterations: int = ITERATIONS
+    replaced: float = REPLACED
+    """See ``sample``."""
     published_s: tuple[float, ...]
-    """Of every iteration."""
+    """Of every iteration, or their mean."""
     predicted_s: tuple[float, ...] = ()
-    """The same; iterations are the published ones where the list of documents is."""
+    """Of every iteration, which are the published ones where the list of documents is."""
 
     @property
     def error(self) -> float:
         """Predicted over published mean time, less one."""
         return mean(self.predicted_s) / mean(self.published_s) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether a run of DistCA fitted into memory."""
+
+    setting: Setting
+    plan: Plan
+    fitted: bool
+    memory_bytes: int = 0
+    """Predicted; see ``distca_memory``."""
+    kept_bytes: int = 0
+    """The same if nothing were computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +298,40 @@ def published() -> tuple[Interim, ...]:
 
 @cache
 def known() -> tuple[Known, ...]:
-    """Runs on 512 GPUs."""
-    return tuple(
+    """Runs on 512 GPUs: of WLB-ideal by iteration, and of 16 layers of both systems."""
+    found = [
         Known(
             setting=_setting(line, data="prolong"),
             plan=_plan(line),
+            replaced=float(line["replaced"]),
             published_s=tuple(float(ms) / MS_PER_S for ms in line["times_ms"].split()),
         )
         for line in published_lines(FOLDER / "distca-512.csv")
+    ]
+    found += [
+        Known(
+            setting=replace(_setting(line, data="prolong"), layers=int(line["layers"])),
+            plan=_plan(line),
+            system=line["system"],  # type: ignore[arg-type]
+            tolerance=float(line["tolerance"] or TOLERANCE),
+            iterations=int(line["iterations"]),
+            published_s=(float(line["mean_ms"]) / MS_PER_S,),
+        )
+        for line in published_lines(FOLDER / "distca-known.csv")
+    ]
+    return tuple(found)
+
+
+@cache
+def fits() -> tuple[Fit, ...]:
+    """Runs of DistCA that fitted into memory, and that did not."""
+    return tuple(
+        Fit(
+            setting=_setting({**line, "model": "34b"}, data="pretrain"),
+            plan=Plan(stages=int(line["stages"]), microbatches=int(line["microbatches"])),
+            fitted=line["status"] == "pass",
+        )
+        for line in published_lines(FOLDER / "distca-memory.csv")
     )
 
 
@@ -313,7 +388,7 @@ def outcomes(
     for plan in among:
         try:
             step = program.cut(setting, plan)
-            found.append(_mean(plan, step.parallel.dp, [_outcome(setting, program, system, step, b) for b in batches]))
+            found.append(_mean([_outcome(setting, program, system, plan, step, batch) for batch in batches]))
         except CpsimError:
             continue
     if not found:
@@ -321,30 +396,62 @@ def outcomes(
     return sorted(found, key=lambda outcome: outcome.time_s)
 
 
-def _mean(plan: Plan, replicas: int, found: Sequence[tuple[float, float, float, float]]) -> Outcome:
-    time_s, gathers_s, hops_s, idle_s = (mean(column) for column in zip(*found, strict=True))
-    return Outcome(plan=plan, replicas=replicas, time_s=time_s, gathers_s=gathers_s, hops_s=hops_s, idle_s=idle_s)
+def _mean(found: Sequence[Outcome]) -> Outcome:
+    seconds = {name: mean(getattr(one, name) for one in found) for name in ("time_s", "gathers_s", "hops_s", "idle_s")}
+    most = {name: max(getattr(one, name) for one in found) for name in ("memory_bytes", "buffer_bytes")}
+    return replace(found[0], **seconds, **most)
 
 
 def _outcome(
-    setting: Setting, program: Program, system: System, step: StepModel, nano_batches: Sequence[Ints]
-) -> tuple[float, float, float, float]:
-    """Seconds of one iteration: all, gathers, hops and idle. DistCA's microbatches have as many sequences; both
-    nano-batches of one follow each other."""
+    setting: Setting, program: Program, system: System, plan: Plan, step: StepModel, nano_batches: Sequence[Ints]
+) -> Outcome:
+    """One iteration. DistCA's microbatches have as many sequences; those of the second nano-batches follow those of all
+    first ones."""
+    parallel, documents = step.parallel, np.concatenate(nano_batches)
     if system == "wlb":
-        documents = np.concatenate(nano_batches)
-        if len(documents) < step.parallel.dp * step.parallel.microbatches:
+        if len(documents) < parallel.dp * parallel.microbatches:
             raise InfeasibleError("wlb: fewer documents than places")
         done = wlb_step(step, documents, BREAKPOINTS[setting.model], again=program.again == "attention")
-        parts = done.parts
-        return done.time_s, parts["collective between nodes"], parts["transfer between nodes"], _idle_s(done)
-    tokens, parallel = setting.sequences * setting.context // step.parallel.dp, step.parallel
-    stages = range(parallel.pp)
-    most = max(step.stage_memory(tokens // parallel.microbatches, stage).total for stage in stages)
-    if most > step.cluster.gpu.memory_bytes:
+        return Outcome(
+            plan=plan,
+            replicas=parallel.dp,
+            time_s=done.time_s,
+            gathers_s=done.parts["collective between nodes"],
+            hops_s=done.parts["transfer between nodes"],
+            idle_s=_idle_s(done),
+        )
+    found = pooled(step, _microbatches(documents, plan), program.choice)
+    memory = distca_memory(step, setting.sequences * setting.context, found)
+    if memory > step.cluster.gpu.memory_bytes:
         raise OutOfMemoryError("distca: out of memory")
-    cuts = _cut(np.concatenate(nano_batches), 2 * parallel.microbatches)
-    return pooled_seconds(step, list(zip(cuts[::2], cuts[1::2], strict=True)), program.choice), 0.0, 0.0, 0.0
+    return Outcome(
+        plan=plan,
+        replicas=parallel.dp,
+        time_s=found.time_s,
+        memory_bytes=memory,
+        buffer_bytes=found.buffer_bytes,
+    )
+
+
+def _microbatches(documents: Ints, plan: Plan) -> list[tuple[Ints, Ints]]:
+    """Both nano-batches of each."""
+    cuts, count = _cut(documents, 2 * plan.microbatches), plan.microbatches
+    return list(zip(cuts[:count], cuts[count:], strict=True))
+
+
+def distca_memory(step: StepModel, tokens: int, found: Pooled) -> int:
+    """Bytes of the fullest stage of ``distca``, with what its servers hold and four buffers of its exchanges: to send
+    from and to receive into, for either nano-batch. They have 2 GiB each, or twice that where it is not enough.
+
+    Args:
+        step: the run.
+        tokens: of an iteration.
+        found: its time.
+    """
+    parallel = step.parallel
+    each = tokens // parallel.dp // parallel.microbatches
+    most = max(step.stage_memory(each, stage, found.served_bytes).total for stage in range(parallel.pp))
+    return most + 4 * (BUFFER if found.buffer_bytes <= BUFFER else 2 * BUFFER)
 
 
 def _idle_s(step: Step) -> float:
@@ -392,9 +499,11 @@ def _interim(asked: tuple[Setting, System], lists: Lists) -> tuple[tuple[Outcome
     among = tried()[setting.model, setting.gpus, setting.context, setting.sequences, system]
     given = sample(setting.data, setting.context, lengths=lists.get(setting.data)), range(ITERATIONS)
     found = outcomes(setting, INTERIM[system], system, among, *given)
-    best = [found[0].plan]
-    others = {name: outcomes(setting, program, system, best, *given) for name, program in OTHERWISE[system].items()}
-    return tuple(found), {name: outcome.time_s for name, (outcome,) in others.items()}
+    others: dict[str, float] = {}
+    for name, program in OTHERWISE[system].items():
+        with suppress(InfeasibleError):  # it would not fit into memory
+            others[name] = outcomes(setting, program, system, [found[0].plan], *given)[0].time_s
+    return tuple(found), others
 
 
 def reproduce_known(
@@ -410,10 +519,35 @@ def reproduce_known(
 
 
 def _known_seconds(run: Known, lists: Lists) -> tuple[float, ...]:
-    setting, step = run.setting, PAPER[2]["wlb"].cut(run.setting, run.plan)
+    setting, program = run.setting, PAPER[2][run.system]
+    program = replace(program, choice=replace(program.choice, tolerance=run.tolerance))
+    step = program.cut(setting, run.plan)
+    packed = sample(setting.data, setting.context, lengths=lists.get(setting.data), replaced=run.replaced)
+    batches = [iteration(packed, i, setting.sequences // 2) for i in range(run.iterations)]
+    return tuple(_outcome(setting, program, run.system, run.plan, step, batch).time_s for batch in batches)
+
+
+def reproduce_fits(
+    runs: Sequence[Fit] | None = None,
+    lists: Lists | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> list[Fit]:
+    """Memory that DistCA's runs need in their first iteration, whether or not they have it; arguments as of
+    ``reproduce``."""
+    return mapped(partial(_fit, lists=lists or {}), fits() if runs is None else runs, jobs, progress)
+
+
+def _fit(run: Fit, lists: Lists) -> Fit:
+    setting, program = run.setting, PAPER[2]["distca"]
     packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
-    batches = [iteration(packed, i, setting.sequences // 2) for i in range(len(run.published_s))]
-    return tuple(wlb_step(step, np.concatenate(batch), BREAKPOINTS[setting.model]).time_s for batch in batches)
+    documents = np.concatenate(iteration(packed, 0, setting.sequences // 2))
+    needed = []
+    for again in ("mlp", "none"):
+        step = replace(program, again=again).cut(setting, run.plan)
+        found = pooled(step, _microbatches(documents, run.plan), program.choice)
+        needed.append(distca_memory(step, setting.sequences * setting.context, found))
+    return replace(run, memory_bytes=needed[0], kept_bytes=needed[1])
 
 
 def worth(runs: Sequence[Interim]) -> dict[System, dict[str, list[float]]]:
@@ -448,17 +582,18 @@ def _worth(runs: Sequence[Interim]) -> dict[str, list[float]]:
 def speed_ups(
     wanted: Sequence[Setting] | None = None,
     iterations: Sequence[int] = SPREAD,
+    lists: Lists | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> list[SpeedUp]:
     """Speed-ups at the settings of the paper; arguments as of ``reproduce``."""
     chosen = settings() if wanted is None else wanted
-    ratios = mapped(partial(_speed_up, iterations=iterations), chosen, jobs, progress)
+    ratios = mapped(partial(_speed_up, iterations=iterations, lists=lists or {}), chosen, jobs, progress)
     return [SpeedUp(setting=setting, predicted=ratio) for setting, ratio in zip(chosen, ratios, strict=True)]
 
 
-def _speed_up(setting: Setting, iterations: Sequence[int]) -> float | None:
-    packed = sample(setting.data, setting.context)
+def _speed_up(setting: Setting, iterations: Sequence[int], lists: Lists) -> float | None:
+    packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
     there = [i for i in iterations if (i + 1) * setting.sequences <= len(packed)]
     try:
         wlb, distca = (

@@ -23,6 +23,7 @@ from studies.distca.scale import (
     STAGES,
     STATED,
     SYSTEMS,
+    Fit,
     Interim,
     Known,
     Setting,
@@ -36,14 +37,14 @@ BASIS = (
     "which of them finished is not recorded",
     "distca's interim runs of prolong are predicted with documents of pretrain: its program took no data set then, and "
     "its times of both are alike",
-    "interim runs compute again what their programs make of the option: wlb attention with its gathers, distca nothing",
+    "interim runs of wlb compute attention again, with its gathers, those of distca the MLP; keys go to servers of "
+    "distca once for each task",
     NOT_FITTED,
 )
 RATIOS = (
-    f"the fastest wlb over distca, mean of {len(SPREAD)} iterations spread over 30, with stand-ins for documents; "
+    f"the fastest wlb over distca, mean of {len(SPREAD)} iterations spread over 30; "
     "settings of the paper's tables 3 and 4; what it states is for all settings of a data set and model together",
-    f"with pipelines {STAGES} stages, and microbatches of later scripts for wlb, which computes the MLP again; distca "
-    "computes nothing again and has any microbatches",
+    f"with pipelines {STAGES} stages, and microbatches of later scripts for wlb; distca has any microbatches",
     NOT_FITTED,
 )
 STAND_INS = (
@@ -51,11 +52,12 @@ STAND_INS = (
 )
 
 
-def scale_view(runs: Sequence[Interim], known: Sequence[Known], listed: bool) -> RenderableType:
-    """Interim runs, their errors, what assumptions are worth, runs of known plans, and what all rest on.
+def scale_view(runs: Sequence[Interim], known: Sequence[Known], fits: Sequence[Fit], listed: bool) -> RenderableType:
+    """Interim runs, their errors, what assumptions are worth, runs of known plans, what fitted into memory, and what
+    all rest on.
 
     Args:
-        runs, known: with predictions.
+        runs, known, fits: with predictions.
         listed: whether lists of documents were given.
     """
     made = table(
@@ -75,25 +77,30 @@ def scale_view(runs: Sequence[Interim], known: Sequence[Known], listed: bool) ->
     errors = table(("mean error", "left"), ("of all", "right"), ("signed", "right"), ("to stay within", "right"))
     for name, (error, signed) in mean_errors(runs).items():
         errors.add_row(name, f"{100 * error:.1f} %", signed_percent(signed), f"{100 * BAR:.0f} %")
-    parts = made, errors, _worth(runs), _known(known)
+    parts = made, errors, _worth(runs), _known(known), _fits(fits)
     notes = [Text(f"- {note}") for note in basis(listed)]
     return Group(*(one for part in parts for one in (part, Text())), *notes)
 
 
-def speed_ups_view(ratios: Sequence[SpeedUp]) -> RenderableType:
-    """Speed-ups by pipeline stages, data set and model, and what they rest on."""
+def speed_ups_view(ratios: Sequence[SpeedUp], listed: bool) -> RenderableType:
+    """Speed-ups by pipeline stages, data set and model, and what they rest on.
+
+    Args:
+        ratios: speed-ups.
+        listed: whether lists of documents were given.
+    """
     gains = table(("stages, data, model", "left"), ("stated", "right"), ("predicted", "right"), ("median", "right"))
     for key, stated in STATED.items():
         found = sorted(one.predicted for one in ratios if _key(one.setting) == key and one.predicted)
         if found:
             span = f"{found[0]:.2f} to {found[-1]:.2f}"
             gains.add_row(f"{key[0]}, {key[1]}, {key[2]}", _span(*stated), span, f"{found[len(found) // 2]:.2f}")
-    return Group(gains, Text(), *(Text(f"- {note}") for note in RATIOS))
+    return Group(gains, Text(), *(Text(f"- {note}") for note in basis(listed, RATIOS)))
 
 
-def basis(listed: bool) -> list[str]:
-    """What all predictions rest on, in words."""
-    return [*BASIS, *([] if listed else [STAND_INS])]
+def basis(listed: bool, facts: Sequence[str] = BASIS) -> list[str]:
+    """What all predictions rest on, in words; by default those of interim runs."""
+    return [*facts, *([] if listed else [STAND_INS])]
 
 
 def _worth(runs: Sequence[Interim]) -> RenderableType:
@@ -108,14 +115,22 @@ def _worth(runs: Sequence[Interim]) -> RenderableType:
 
 def _known(known: Sequence[Known]) -> RenderableType:
     made = table(
-        ("wlb with a known plan", "left"),
-        ("published s, by iteration", "left"),
+        ("known plan", "left"),
+        ("published s", "left"),
         ("predicted", "left"),
         ("error of the mean", "right"),
     )
     for run in known:
         times = (" ".join(f"{seconds:.1f}" for seconds in times) for times in (run.published_s, run.predicted_s))
-        made.add_row(f"{_words(run.setting)}, {run.plan}", *times, signed_percent(run.error))
+        made.add_row(f"{run.system}, {_words(run.setting)}, {run.plan}", *times, signed_percent(run.error))
+    return made
+
+
+def _fits(fits: Sequence[Fit]) -> RenderableType:
+    made = table(("memory of distca's 34B", "left"), ("fitted", "left"), ("GB", "right"), ("nothing again", "right"))
+    for run in sorted(fits, key=lambda run: run.memory_bytes):
+        sizes = (f"{nbytes / 1e9:.0f}" for nbytes in (run.memory_bytes, run.kept_bytes))
+        made.add_row(f"{_words(run.setting)}, {run.plan}", "yes" if run.fitted else "no", *sizes)
     return made
 
 
@@ -126,12 +141,13 @@ def mean_errors(runs: Sequence[Interim]) -> dict[str, tuple[float, float]]:
     return {name: (mean(map(abs, errors)), mean(errors)) for name, errors in every.items() if errors}
 
 
-def scale_record(runs: Sequence[Interim], known: Sequence[Known], listed: bool) -> dict[str, Any]:
+def scale_record(runs: Sequence[Interim], known: Sequence[Known], fits: Sequence[Fit], listed: bool) -> dict[str, Any]:
     """The same for machines."""
     return {
         "basis": basis(listed),
         "interim": [asdict(run) | {"predicted_s": run.predicted_s} for run in runs],
         "known": [asdict(run) for run in known],
+        "fits": [asdict(run) for run in fits],
         "mean_errors": {name: error for name, (error, _) in mean_errors(runs).items()},
         "signed_errors": {name: signed for name, (_, signed) in mean_errors(runs).items()},
         "worth": worth(runs),
@@ -139,10 +155,10 @@ def scale_record(runs: Sequence[Interim], known: Sequence[Known], listed: bool) 
     }
 
 
-def speed_ups_record(ratios: Sequence[SpeedUp]) -> dict[str, Any]:
+def speed_ups_record(ratios: Sequence[SpeedUp], listed: bool) -> dict[str, Any]:
     """The same for machines."""
     return {
-        "basis": RATIOS,
+        "basis": basis(listed, RATIOS),
         "speed_ups": [asdict(one) for one in ratios],
         "stated": [{"stages": s, "data": d, "model": m, "range": span} for (s, d, m), span in STATED.items()],
     }
@@ -156,7 +172,7 @@ def scale_html(runs: Sequence[Interim], listed: bool) -> str:
     return _page("cpsim: DistCA's interim runs", sections, basis(listed))
 
 
-def speed_ups_html(ratios: Sequence[SpeedUp]) -> str:
+def speed_ups_html(ratios: Sequence[SpeedUp], listed: bool) -> str:
     """A page that opens offline: speed-ups on 64 to 512 GPUs."""
     sections = ["<h1>DistCA on 64 to 512 H200, simulated</h1>"]
     caption = "The fastest wlb over distca by GPUs; the band is what the paper states for all settings together."
@@ -164,7 +180,7 @@ def speed_ups_html(ratios: Sequence[SpeedUp]) -> str:
         mine = [one for one in ratios if _key(one.setting) == (stages, data, model)]
         name = f"{model}, {data}, {stages} stage{'s' if stages > 1 else ''}"
         sections.append(figure(_gains(mine, stated), f"gain-{stages}-{data}-{model}", f"{name}. {caption}"))
-    return _page("cpsim: DistCA on 64 to 512 H200", sections, RATIOS)
+    return _page("cpsim: DistCA on 64 to 512 H200", sections, basis(listed, RATIOS))
 
 
 def _page(title: str, sections: Sequence[str], notes: Sequence[str]) -> str:

@@ -43,8 +43,8 @@ REASONS: Final = {
         "do not, and the runs that were repeated have no documents on 32 GPUs"
     ),
     "The same on CAUSAL": (
-        "forward 0.3 to 0.5 ms a step are missing, as many as on FULL: gathers and scatters around each kernel, which "
-        "nobody has measured, are priced as strided copies"
+        "forward 0.3 to 0.5 ms a step are missing, as many as on FULL, and where is not known: gathers and scatters "
+        "around each kernel are priced as permutes already, as slow as scatters were on H200, and gathers were faster"
     ),
 }
 """Findings that the whole study does not have, and why."""

@@ -73,6 +73,17 @@ def one_f_one_b_order(stage: int, num_stages: int, num_microbatches: int, chunks
     return [*forward[:ahead], *turns, *backward[len(runs) - ahead :]]
 
 
+def same_phase_order(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
+    """Passes of a stage in the order in which ``same_phase`` runs them: a microbatch waits for the last stage, and its
+    gradient for all stages in between, so that stage s holds up to 2 (P - 1 - s) + 1 of them."""
+    ticks = [
+        (which, tick - back)
+        for tick in range(num_microbatches + 2 * num_stages)
+        for which, back in ((0, stage), (1, 2 * (num_stages - 1) - stage))
+    ]
+    return [(which, m, stage) for which, m in ticks if 0 <= m < num_microbatches]
+
+
 def one_f_one_b(seconds: Floats, hop_s: float, chunks: int = 1) -> Pipeline:
     """Simulates 1F1B.
 

@@ -101,12 +101,15 @@ def ping_pong(
     exchanges: Floats,
     where: str,
     packs: Floats | None = None,
+    layers: int = 1,
 ) -> tuple[Floats, Floats]:
-    """Seconds of a layer of two nano-batches whose attention is served, forward and backward, by cost model.
+    """Seconds of layers of two nano-batches whose attention is served, forward and backward, by cost model.
 
     Computation of one nano-batch runs beside communication of the other, and both wait for each other after it.
-    Forward: layer 0 ‖ out 1, layer 1 ‖ qkv 0, attention 0 ‖ qkv 1, attention 1 ‖ out 0. Backward: attention 1 ‖
-    bundle 0, attention 0 ‖ grads 1, layer 1 ‖ grads 0, layer 0 ‖ bundle 1.
+    Forward, in every layer: attention 0 ‖ qkv 1, attention 1 ‖ out 0, and between two layers what is after attention of
+    one and before that of the next: 0 ‖ out 1, 1 ‖ qkv 0. Backward: attention 1 ‖ bundle 0, attention 0 ‖ grads 1, and
+    between layers 1 ‖ grads 0, 0 ‖ bundle 1. What is before the first layer's attention and after the last one's
+    hides less: it is only part of a layer, and nothing is exchanged beside the first and the last of it.
 
     Args:
         ops: of one nano-batch on one server.
@@ -116,37 +119,55 @@ def ping_pong(
         exchanges: seconds, ``[2, 4]``, of every nano-batch: qkv (Q, K and V to servers), out (O and log-sum-exp home),
             and backward bundle (dO, O, log-sum-exp, Q, K and V to servers) and grads (dQ, dK and dV home).
         where: cost model of exchanges.
-        packs: seconds, ``[2, 2]`` as of `attends`, in which a rank packs and unpacks what it exchanges, beside its
-            layer; None: in none.
+        packs: seconds, ``[2, 2]`` as of `attends`, in which a rank packs and unpacks what it exchanges, before
+            attention or its gradient; None: in none.
+        layers: that follow each other.
 
     Returns:
         ``[len(PARTS)]`` each.
     """
-    computed = [_parts(costs, ops.forward()), _parts(costs, ops.again(recompute) + ops.backward())]
     copies = np.zeros((2, 2)) if packs is None else packs
-    layer = [
-        [own + stacked([{COPIES: float(seconds)}])[0] for seconds in of_pass]
-        for own, of_pass in zip(computed, copies, strict=True)
+    sides = [
+        (_parts(costs, ops.before_attention()), _parts(costs, ops.after_attention())),
+        (
+            _parts(costs, ops.before_attention_backward()),
+            _parts(costs, ops.again(recompute) + ops.after_attention_backward()),
+        ),
     ]
     attention = [
         [stacked([{f"attention {pass_}": float(s)}])[0] for s in of_pass]
         for pass_, of_pass in zip(PASSES, attends, strict=True)
     ]
     qkv, out, bundle, grads = exchanges.T
-    forward = [(layer[0][0], out[1]), (layer[0][1], qkv[0]), (attention[0][0], qkv[1]), (attention[0][1], out[0])]
-    backward = [(attention[1][1], bundle[0]), (attention[1][0], grads[1])]
-    backward += [(layer[1][1], grads[0]), (layer[1][0], bundle[1])]
-    return _ticks(forward, where), _ticks(backward, where)
+    passes = []
+    for which, (first, then, served) in enumerate(
+        (
+            (0, 1, ((qkv[0], qkv[1]), (out[0], out[1]))),  # nano-batch 0 goes first
+            (1, 0, ((bundle[1], bundle[0]), (grads[1], grads[0]))),
+        )
+    ):
+        before, after = sides[which]
+        packed = [stacked([{COPIES: float(seconds)}])[0] for seconds in copies[which]]
+        opens, closes = (before, after) if which == 0 else (after, before)
+        (to_first, to_then), (from_first, from_then) = served
+        inner = [(attention[which][first], to_then), (attention[which][then], from_first)]
+        ticks = [(opens + packed[first], 0.0, 1), (opens + packed[then], to_first, 1)]
+        ticks += [(computes, talks, layers) for computes, talks in inner]
+        ticks += [(closes + opens + packed[first], from_then, layers - 1)]
+        ticks += [(closes + opens + packed[then], to_first, layers - 1)]
+        ticks += [(closes, from_then, 1), (closes, 0.0, 1)]
+        passes.append(_ticks(ticks, where))
+    return passes[0], passes[1]
 
 
 def _parts(costs: Costs, ops: list[Op]) -> Floats:
     return np.asarray(stacked([costs.seconds(ops)])[0])
 
 
-def _ticks(ticks: list[tuple[Floats, float]], where: str) -> Floats:
-    """Sum over ticks of computation, and of what communication takes longer."""
+def _ticks(ticks: list[tuple[Floats, float, int]], where: str) -> Floats:
+    """Sum over ticks, and how often each comes, of computation and of what communication takes longer."""
     total = np.zeros(len(PARTS))
-    for computation, communication in ticks:
-        total += computation
-        total[PARTS.index(where)] += max(0.0, communication - float(computation.sum()))
+    for computation, communication, times in ticks:
+        total += times * computation
+        total[PARTS.index(where)] += times * max(0.0, communication - float(computation.sum()))
     return total

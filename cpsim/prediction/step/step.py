@@ -43,7 +43,13 @@ from cpsim.prediction.step.memory import (
 from cpsim.prediction.step.offload import offloaded
 from cpsim.prediction.step.opened import LAYERS, Inside, Opened, ops_of, passes_of
 from cpsim.prediction.step.overlap import beside_others
-from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
+from cpsim.prediction.step.pipeline import (
+    Pipeline,
+    one_f_one_b,
+    one_f_one_b_order,
+    same_phase,
+    same_phase_order,
+)
 from cpsim.prediction.step.precision import FP8, FP8_NOTE, Recipe, kept_in_fp8
 from cpsim.prediction.step.program import (
     ENDS,
@@ -226,7 +232,10 @@ class StepModel:
             chunk: self._chunk_memory(tokens, chunk, exchange, kept, stays)
             for chunk in range(stage, cut.virtual_stages, cut.pp)
         }
-        order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
+        if cut.schedule == "1f1b":
+            order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
+        else:
+            order = same_phase_order(stage, cut.pp, cut.microbatches)
         fixed = held.weight * (mine + beside) + copies, summed * learns, held.states * states * cut.optimizer
         found = stage_memory(chunks, order, fixed)
         always = workspaces(self.cluster.gpu, engine=self.framework.engine) + self._stand_ins(stage)
@@ -395,7 +404,7 @@ class StepModel:
 
     def _run(self, batch: Batch, seconds: Floats) -> tuple[Pipeline, float]:
         """All passes in time, and seconds between stages."""
-        passes, hop_s = seconds.sum(axis=-1), self._hop_seconds(self.most_tokens(batch))
+        passes, hop_s = seconds.sum(axis=-1), self.hop_seconds(self.most_tokens(batch))
         if self.parallel.schedule == "1f1b":
             return one_f_one_b(passes, hop_s, self.parallel.virtual_pp), hop_s
         return same_phase(passes, hop_s), hop_s
@@ -677,7 +686,7 @@ class StepModel:
             host_bytes_per_s=self.cluster.host_link,
         )
 
-    def _hop_seconds(self, tokens: int) -> float:
+    def hop_seconds(self, tokens: int) -> float:
         """Activations of a shard to the same rank of the next stage."""
         nbytes = BF16 * tokens // self.parallel.tp * self.model.hidden
         fabric, far = self.cluster.fabric, self.parallel.num_gpus // self.parallel.pp >= self.cluster.gpus_per_node

@@ -38,7 +38,14 @@ GRAIN: Final = 128
 """Tokens that the paper's items are multiples of: a tile of the kernel."""
 
 
-def released(documents: Ints, num_servers: int, sizes: TokenBytes, tolerance: float, offset: Ints | int = 0) -> Tasks:
+def released(
+    documents: Ints,
+    num_servers: int,
+    sizes: TokenBytes,
+    tolerance: float,
+    offset: Ints | int = 0,
+    homes: int | None = None,
+) -> Tasks:
     """The released scheduler: work is pairs, parts are of any size, every item is charged the keys of its document.
 
     A recipient takes items until it lacks no more than ``tolerance`` of the mean; what is left over stays on donors,
@@ -51,8 +58,9 @@ def released(documents: Ints, num_servers: int, sizes: TokenBytes, tolerance: fl
             ``(heads / kv_heads)²`` times their bytes.
         tolerance: of the mean.
         offset: see ``lay_out``.
+        homes: servers that documents lie on, the first ones; None: all.
     """
-    items = lay_out(documents, num_servers, offset)
+    items = lay_out(documents, homes or num_servers, offset)
     work = np.bincount(items[:, SERVER], [float(pairs_of(item)) for item in items], num_servers)
     surplus = work - work.sum() / num_servers
     recipients = np.argsort(surplus, kind="stable")

@@ -87,23 +87,42 @@ class Dispatch:
     grads: Ints
     """Backward, home: dQ, and dK and dV summed on the server."""
 
+    def kept(self) -> Ints:
+        """Most bytes that any rank keeps for itself in each exchange, ``[4]``."""
+        return np.array([np.diag(m).max() for m in (self.qkv, self.out, self.bundle, self.grads)])
+
+    def fullest(self) -> int:
+        """Most bytes that any rank sends or receives in an exchange, with what it keeps: what a buffer must hold."""
+        return max(
+            int(m.sum(axis=axis).max()) for m in (self.qkv, self.out, self.bundle, self.grads) for axis in (0, 1)
+        )
+
     def busiest(self) -> Ints:
         """Most bytes that any rank sends to or receives from others in each exchange, ``[4]``."""
         away = [m - np.diag(np.diag(m)) for m in (self.qkv, self.out, self.bundle, self.grads)]
         return np.array([max(m.sum(axis=0).max(), m.sum(axis=1).max()) for m in away])
 
 
-def traffic(tasks: Tasks, num_servers: int) -> tuple[Ints, Ints]:
+def traffic(tasks: Tasks, num_servers: int, *, each: bool = False) -> tuple[Ints, Ints]:
     """Queries, and keys with their values, that every home gives every server [tokens], ``[n, n]`` each.
 
-    A key goes to a server once, if any of its tasks sees it.
+    A key goes to a server once, if any of its tasks sees it; or once for each task that does.
 
     Args:
         tasks: of whole documents, every token in one task.
         num_servers: n.
+        each: whether each task gets keys of its own, as until 5d51eca of hao-ai-lab/DistCA (25 September 2025).
     """
     queries, keys = np.zeros((2, num_servers, num_servers), np.int64)
     np.add.at(queries, (tasks.home, tasks.server), tasks.tokens)
+    if each:
+        alone, documents = _by_document(tasks)
+        np.add.at(keys, (tasks.home[alone], tasks.server[alone]), tasks.tokens[alone])
+        for own in documents:
+            before = np.zeros((len(own), num_servers), np.int64)  # tokens of every home up to a task
+            before[np.arange(len(own)), tasks.home[own]] = tasks.tokens[own]
+            np.add.at(keys.T, tasks.server[own], before.cumsum(axis=0))
+        return queries, keys
     user, of_user = np.unique(tasks.document * num_servers + tasks.server, return_inverse=True)
     reach = np.zeros(len(user), np.int64)
     np.maximum.at(reach, of_user, tasks.kv)
@@ -117,9 +136,35 @@ def traffic(tasks: Tasks, num_servers: int) -> tuple[Ints, Ints]:
     return queries, keys
 
 
-def dispatch(tasks: Tasks, num_servers: int, sizes: TokenBytes) -> Dispatch:
-    """Bytes of a nano-batch's all-to-alls; rows of queries are padded to 16 bytes."""
-    queries, keys = traffic(tasks, num_servers)
+def copies(tasks: Tasks, num_servers: int, *, each: bool = False) -> Ints:
+    """Most copies of a key that any home gives away, ``[n]``: gradients of all its keys come back in as many buffers.
+
+    Args:
+        tasks, num_servers, each: as of ``traffic``.
+    """
+    alone, documents = _by_document(tasks)
+    most = np.zeros(num_servers, np.int64)
+    most[tasks.home[alone]] = 1
+    for own in documents:
+        server = tasks.server[own]
+        left = range(len(own), 0, -1) if each else [len(set(server[i:].tolist())) for i in range(len(own))]
+        np.maximum.at(most, tasks.home[own], np.fromiter(left, np.int64))
+    return most
+
+
+def _by_document(tasks: Tasks) -> tuple[Ints, list[Ints]]:
+    """Tasks that are a whole document, and those of every other document, in its order."""
+    order = np.lexsort((tasks.first, tasks.document))
+    count = np.bincount(tasks.document)
+    parts = order[count[tasks.document[order]] > 1]
+    return order[count[tasks.document[order]] == 1], (
+        np.split(parts, np.flatnonzero(np.diff(tasks.document[parts])) + 1) if len(parts) else []
+    )
+
+
+def dispatch(tasks: Tasks, num_servers: int, sizes: TokenBytes, *, each: bool = False) -> Dispatch:
+    """Bytes of a nano-batch's all-to-alls; rows of queries are padded to 16 bytes. ``each`` is as of ``traffic``."""
+    queries, keys = traffic(tasks, num_servers, each=each)
     q, out, bundle = (-(-row // 16) * 16 for row in (sizes.q, sizes.q + sizes.lse, 3 * sizes.q + sizes.lse))
     return Dispatch(
         qkv=queries * q + keys * sizes.kv,

@@ -2,7 +2,8 @@
 
 * A kernel's thread block takes so many clocks on an SM. Kernels that feed the tensor cores themselves (wgmma, tcgen05,
   AMD's MFMA) are bound by the slowest of tensor cores, exponentials and, backward, shared memory, which overlap: clocks
-  follow a smooth maximum of the three. Those of `mma.sync` (flash-attention 2) are bound by the instructions of a warp
+  follow a smooth maximum of the three; where only tensor cores are slower, as on H20, the same code takes as much longer
+  as they do. Those of `mma.sync` (flash-attention 2) are bound by the instructions of a warp
   and take as many clocks on every NVIDIA GPU, unless its tensor cores are slower than that. Everything else of a block
   follows the clock alone.
 * What a GPU moves through memory follows its bandwidth, and the programs that move it SMs and clock; they overlap.
@@ -11,8 +12,9 @@
 * Launches, hosts and interference are kept.
 * Collectives follow the port to other GPUs of the node; a single flow is bound by NCCL's channels and by the port.
 
-Kernels come from the most alike GPU that has them, all else from the most alike measured one. What is derived is as
-uncertain as such derivations were wrong for GPUs that were left out (`python -m studies.left_out`).
+Kernels come from the GPUs of the same family that have them in the same code, otherwise from all that have them; all
+else from the most alike measured one. What is derived is as uncertain as such derivations were wrong for GPUs that were
+left out (`python -m studies.left_out`).
 
 Reference: Zadouri et al., FlashAttention-4 (2026), sections 2 and 3: cycles of tensor cores, exponentials and shared
 memory for a tile on Blackwell.
@@ -22,7 +24,8 @@ Differs: cuDNN's tiles are not public; one law stands for all kernels that feed 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import numpy as np
@@ -58,6 +61,9 @@ flash-attention 2 takes on H200 and H100, two blocks of an SM together."""
 WARP_OVERLAP: Final = 8.0
 """As OVERLAP, of these kernels and slower tensor cores: on RTX 4090, whose tensor cores need three times as long as its
 warps, they reach the peak (apache/tvm, tl_doc/flash_perf.md)."""
+WARP_RATE: Final = {"hopper": 0.63}
+"""Share of tensor cores' rate that `mma.sync` reaches, where that is not all: Luo et al., Benchmarking and Dissecting the
+Nvidia Hopper GPU Architecture (2024), section IV. On Blackwell it hardly matters, as warps take longer."""
 OF_WARPS: Final = ("fa2", "sdpa_flash", "flashinfer_fa2")
 """Kernels of `mma.sync`."""
 OF_MEMORY: Final = ("sdpa_math", "math")
@@ -77,6 +83,11 @@ LENT: Final[tuple[tuple[tuple[str, ...], Mapping[str, str]], ...]] = (
 )
 """Kernels that are other code on some architectures, and those that lend them their blocks: AMD's feed the matrix cores
 themselves, and cuDNN's before Hopper are of `mma.sync`."""
+REWRITTEN: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {"cudnn": (91700, BLACKWELL)}
+"""With which version a kernel became other code, as cuDNN counts, and where. One code's times say nothing of the other.
+
+Source: notes of releases 1.17 and 1.18 of NVIDIA/cudnn-frontend, whose tables of GB200 and GB300 were made again for
+them; calls take 8 to 18 % fewer clocks of an SM there than with 9.10 and 9.13 on B200, forward and backward."""
 TIMES_OF_BLOCKS: Final = (
     "block_s",
     "block_shared_s",
@@ -115,7 +126,7 @@ FAMILIES: Final = (("ampere", "ada"), ("hopper",), BLACKWELL, AMD)
 """Architectures that are much alike."""
 DERIVED: Final[Mapping[str, tuple[float, float, float, float]]] = {
     "attention of warps": (0.03, 0.05, 0.06, 0.30),
-    "attention": (0.03, 0.12, 0.17, 0.30),
+    "attention": (0.03, 0.08, 0.17, 0.30),
     "matrix products": (0.06, 0.10, 0.15, 0.25),
     "memory-bound": (0.05, 0.08, 0.12, 0.20),
     "network": (0.15, 0.15, 0.25, 0.40),
@@ -125,7 +136,8 @@ and of another maker's; of left-out GPUs (`python -m studies.left_out`), and for
 LEAST_WEIGHT: Final = 0.1
 """Of a lender that counts, relative to the surest."""
 OTHER_CODE: Final = {True: 0.04, False: 0.12}
-"""As DERIVED, of kernels of published tables, whose software is of another year: those of warps, and others."""
+"""As DERIVED, of kernels of published tables of another family, whose software is of another year: those of warps, and
+others."""
 PUBLISHED: Final = 0.05
 """What kernels of a GPU with published tables of its own take elsewhere, relative, beyond what these tables vary by."""
 
@@ -140,26 +152,31 @@ class Lender:
     """Kernels and passes measured or published of this GPU."""
     whole: bool
     """Whether everything was measured on this GPU, or published kernels alone are its own."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Of its kernels' code, the newest, where it is known."""
 
 
 def unlike(a: Gpu, b: Gpu) -> int:
-    """How much alike two GPUs are: 0 of one architecture, 1 of one family, 2 of another, 3 of another maker."""
-    if a.architecture == b.architecture:
+    """How much alike two GPUs are: 0 of one architecture and tensor rate of an SM, 1 of one family, 2 of another, 3 of
+    another maker."""
+    if a.architecture == b.architecture and flops_per_clock(a) == flops_per_clock(b):
         return 0
     if any(a.architecture in family and b.architecture in family for family in FAMILIES):
         return 1
     return 2 if (a.architecture in AMD) == (b.architecture in AMD) else 3
 
 
-def derived(gpu: Gpu, lenders: Sequence[Lender]) -> Profile:
+def derived(gpu: Gpu, lenders: Sequence[Lender], versions: Mapping[str, int] = MappingProxyType({})) -> Profile:
     """The profile of a GPU from those of others.
 
-    Each attention kernel is the GPU's own, or that of the surest lender, as much slower or faster as all that have it
-    say, weighted by how sure they are; all else is that of the most alike GPU that was measured as a whole.
+    Each attention kernel is the GPU's own, or that of the surest lender of its family, or else of all, as much slower
+    or faster as these say together, weighted by how sure they are; all else is that of the most alike GPU that was
+    measured as a whole.
 
     Args:
         gpu: whose costs are derived.
         lenders: profiles of others, one of which is whole.
+        versions: of kernels' code; of others the newest that a GPU of the family has.
     """
 
     def order(lender: Lender) -> tuple[int, float]:
@@ -179,7 +196,7 @@ def derived(gpu: Gpu, lenders: Sequence[Lender]) -> Profile:
         having = [(lender, theirs) for lender, theirs in each if key in theirs.attention and key in _own(lender, gpu)]
         if not having:
             continue
-        having = [pair for pair in having if pair[0].gpu == gpu] or having
+        having = _most_alike(gpu, having, _of_code(kernel, gpu, [lender for lender, _ in having], versions))
         least = LEAST_WEIGHT**-0.5 * min(theirs.sigma[about] for _, theirs in having)
         having = [pair for pair in having if pair[1].sigma[about] <= least]
         having.sort(key=lambda pair: (pair[1].sigma[about], order(pair[0])))
@@ -193,6 +210,30 @@ def derived(gpu: Gpu, lenders: Sequence[Lender]) -> Profile:
     words = _words(base.gpu, gpu)
     grade = f"derived by the description of {gpu.name} from {', '.join(names)}; against {base.gpu.name} {words}"
     return replace(made, attention=attention, sigma=sigma, valid=valid, grade=grade)
+
+
+def _of_code(kernel: str, gpu: Gpu, lenders: Sequence[Lender], versions: Mapping[str, int]) -> frozenset[str]:
+    """Profiles whose times of a kernel are of the code that a GPU runs."""
+    since, where = REWRITTEN.get(kernel, (0, ()))
+    new = {lender.profile.name: lender.versions.get(kernel, since) >= since for lender in lenders}
+    if gpu.architecture not in where:
+        return frozenset(new)
+    rewritten = [new[lender.profile.name] for lender in lenders if lender.gpu.architecture in where]
+    wanted = versions[kernel] >= since if kernel in versions else any(rewritten)
+    return frozenset(
+        lender.profile.name
+        for lender in lenders
+        if lender.gpu.architecture not in where or new[lender.profile.name] == wanted
+    )
+
+
+def _most_alike(
+    gpu: Gpu, having: Sequence[tuple[Lender, Profile]], of_code: frozenset[str]
+) -> list[tuple[Lender, Profile]]:
+    """Lenders of a kernel that count: the GPU itself; those of its family with the same code; or all with that."""
+    own = [pair for pair in having if pair[0].gpu == gpu]
+    same = own or [pair for pair in having if pair[0].profile.name in of_code] or list(having)
+    return [pair for pair in same if unlike(gpu, pair[0].gpu) < 2] or same
 
 
 def _weights(gpu: Gpu, having: Sequence[tuple[Lender, float]]) -> Floats:
@@ -301,11 +342,27 @@ def clocks_of_pair(key: Key, head_dim: int, gpu: Gpu) -> float:
         gpu: whose SM.
     """
     kernel, pass_ = key
-    tensor = FLOP_PER_PAIR[pass_] * head_dim / flops_per_clock(gpu)
+    tensor = _tensor_clocks(pass_, head_dim, gpu)
     if of_warps(kernel, gpu):
+        tensor /= WARP_RATE.get(gpu.architecture or "", 1.0)
         return float(np.linalg.norm([WARP_CLOCKS[pass_] * head_dim, tensor], WARP_OVERLAP))
     shared = SHARED_CLOCKS * head_dim if pass_ == "bwd" else 0.0
     return float(np.linalg.norm([tensor, 1 / gpu.exponentials_per_clock, shared], OVERLAP))
+
+
+def _tensor_clocks(pass_: str, head_dim: int, gpu: Gpu) -> float:
+    """Clocks of an SM's tensor cores for a pair."""
+    return FLOP_PER_PAIR[pass_] * head_dim / flops_per_clock(gpu)
+
+
+def _longer(key: Key, lender: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu) -> float:
+    """Clocks of an SM for a pair on a GPU, relative to another's, whose kernel is given."""
+    if theirs.architecture != gpu.architecture or of_warps(key[0], gpu):
+        return clocks_of_pair(key, params.head_dim, gpu) / clocks_of_pair(lender, params.head_dim, theirs)
+    # the same code on SMs that are alike but for their tensor cores
+    mine, other = (_tensor_clocks(key[1], params.head_dim, one) / UNLIMITED for one in (gpu, theirs))
+    before = params.pair_s * theirs.clock_hz / params.anatomy.blocks_per_sm
+    return max(mine, before + mine - other) / before
 
 
 def _moved_kernel(key: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu) -> AttentionParams:
@@ -313,7 +370,7 @@ def _moved_kernel(key: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu) -> A
     lender = (_lenders(theirs, gpu).get(key[0], key[0]), key[1])
     clock = theirs.clock_hz / gpu.clock_hz
     memory = theirs.memory_bandwidth_bytes_per_s / gpu.memory_bandwidth_bytes_per_s
-    pairs = clock * clocks_of_pair(key, params.head_dim, gpu) / clocks_of_pair(lender, params.head_dim, theirs)
+    pairs = clock * _longer(key, lender, params, theirs, gpu)
     if key[0] in OF_MEMORY:
         pairs = SCORES_FROM_MEMORY * memory * gpu.num_sms / theirs.num_sms + (1 - SCORES_FROM_MEMORY) * clock
     times = dict.fromkeys(TIMES_OF_BLOCKS, clock) | dict.fromkeys(PER_PAIR, pairs) | {"traffic_s_per_byte": memory}
@@ -412,15 +469,23 @@ def _moved_layers(layers: LayerCosts, theirs: Gpu, gpu: Gpu) -> LayerCosts:
 def _moved_products(gemm: GemmParams, theirs: Gpu, gpu: Gpu) -> GemmParams:
     """Matrix products: steps by what power leaves to tensor cores, ends of tiles by the clock, operands by bandwidth.
 
-    A partial last wave costs nearly a whole one where no power limit lets the clock rise.
+    A partial last wave costs nearly a whole one where no power limit lets the clock rise. Tensor cores that sum in a
+    memory of their own go on with the next tile while the last one is written, so that a call has one end left.
+
+    Reference: CUTLASS, "Utilities for SM100" (epilogues read accumulators from tensor memory); Triton, Gluon's example
+    "Overlapping Accumulator Block-Scaled Matrix Multiplication" (two of them, so that one is written out while the next
+    is summed).
     """
+    end_s = gemm.tile_s * theirs.clock_hz / gpu.clock_hz
+    hidden = gpu.architecture in BLACKWELL and theirs.architecture not in BLACKWELL
     rate = sustained_flops(gpu) / sustained_flops(theirs) * theirs.num_sms / gpu.num_sms
     mine, other = np.log(_throttle(gpu)), np.log(_throttle(theirs))
     return replace(
         gemm,
         num_sms=gpu.num_sms,
         flop_s=gemm.flop_s / rate,
-        tile_s=gemm.tile_s * theirs.clock_hz / gpu.clock_hz,
+        tile_s=0.0 if hidden else end_s,
+        call_s=gemm.call_s + (end_s if hidden else 0.0),
         tail_share=float(gemm.tail_share ** min(1.0, mine / max(other, 1e-9))),
         traffic_s_per_byte=gemm.traffic_s_per_byte
         * theirs.memory_bandwidth_bytes_per_s
@@ -489,7 +554,7 @@ def _moved_sigma(profile: Profile, theirs: Gpu, gpu: Gpu, kernels: frozenset[Key
         by = _lenders(theirs, gpu).get(kernel, kernel)
         same_code = of_warps(kernel, gpu) and by == kernel
         derivation = DERIVED["attention of warps" if same_code else "attention"][how]
-        if profile.grade.startswith("kernels from published"):
+        if profile.grade.startswith("kernels from published") and how > 1:
             derivation = float(np.hypot(derivation, OTHER_CODE[same_code]))
         found[f"attention {pass_} {kernel}"] = float(np.hypot(profile.sigma[f"attention {pass_} {by}"], derivation))
     return found

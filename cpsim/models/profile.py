@@ -67,14 +67,15 @@ def _load(name: str) -> Profile:
 
 
 @lru_cache(maxsize=64)
-def derived_profile(gpu: Gpu, without: str = "") -> Profile:
+def derived_profile(gpu: Gpu, without: str = "", versions: tuple[tuple[str, int], ...] = ()) -> Profile:
     """The profile of a GPU from what is measured and published of others.
 
     Args:
         gpu: as described.
         without: a GPU whose profiles do not count, as if nothing was known of it.
+        versions: of kernels' code, as in ``derived``, by kernel.
     """
-    return derived(gpu, [lender for lender in lenders() if lender.gpu.name != without])
+    return derived(gpu, [lender for lender in lenders() if lender.gpu.name != without], dict(versions))
 
 
 def how_known(gpu: Gpu) -> str:
@@ -101,7 +102,17 @@ def _lender(name: str) -> Lender | None:
     own = [tuple(key.split(" ")) for key, value in data.get("attention", {}).items() if value != BASE]
     whole = "onto" not in data and not profile.grade.startswith("kernels from published")
     kernels = frozenset((kernel, pass_) for kernel, pass_ in own)
-    return Lender(profile=profile, gpu=gpu, kernels=kernels, whole=whole) if gpu else None
+    return Lender(profile=profile, gpu=gpu, kernels=kernels, whole=whole, versions=_versions(profile)) if gpu else None
+
+
+def _versions(profile: Profile) -> dict[str, int]:
+    """The newest versions of kernels' code behind a profile, of those that count in whole numbers."""
+    said = [(k, str(v)) for row in profile.provenance for k, v in row.get("kernels", {}).items()]
+    found: dict[str, int] = {}
+    for kernel, version in said:
+        if version.isdecimal() and len(version) < 10:
+            found[kernel] = max(int(version), found.get(kernel, 0))
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

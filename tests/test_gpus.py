@@ -14,8 +14,8 @@ from cpsim.models.gemm import gemm_seconds
 from cpsim.models.network.collective import collective_seconds, transfer_seconds
 from cpsim.models.profile import derived_profile, lenders, load_profile, shipped_profiles
 from cpsim.prediction.predict import predict
-from studies.left_out import left_out, rows
-from tests.targets import check
+from studies.left_out import APART, left_out, rows, table_of
+from tests.targets import TARGETS, check
 
 H200 = load_profile("h200")
 SHIPPED = "a100 a100-40gb a100-pcie h100 h100-pcie h100-nvl h100-96gb h200 h800 h20 b200 gb200 b300 gb300 l40s mi300x"
@@ -200,7 +200,7 @@ def test_less_power_is_slower_products_and_only_then_attention():
 
 def test_what_is_less_alike_is_less_sure():
     h200 = gpu_named("h200")
-    assert [unlike(h200, gpu_named(name)) for name in ("h20", "b200")] == [0, 2]
+    assert [unlike(h200, gpu_named(name)) for name in ("h800", "h20", "b200")] == [0, 1, 2]
     assert unlike(gpu_named("b200"), gpu_named("gb300")) == 1
     for model, how in DERIVED.items():
         assert list(how) == sorted(how), model
@@ -251,14 +251,69 @@ def test_a_changed_description_is_never_priced_by_an_old_one(tmp_path):
     assert times[1] > times[0]
 
 
-def test_left_out_gpus_are_predicted_as_well_as_was_hoped():
-    """Attention kernels and products of A100, H100, H200 and B200 from the other GPUs."""
-    found = [row for row in rows(["a100", "b200"]) if row.table not in ("b200", "simumax")]
-    assert {row.gpu for row in found} == {"a100", "b200"}
-    for row in found:
-        check(f"left-out {row.gpu}, {row.model.removeprefix('attention ')}", row.mean_absolute)
-    inside = np.average([row.covered for row in found], weights=[row.points for row in found])
+@pytest.fixture(scope="module")
+def left_out_rows():
+    return list(rows(["a100", "a100-pcie", "h20", "b200", "gb200", "gb300"]))
+
+
+LEFT_OUT = [name for name in TARGETS if name.startswith("left-out ")]
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_left_out_gpus_are_predicted_as_well_as_was_hoped(name, left_out_rows):
+    """Attention kernels and products of published tables from the other GPUs."""
+    for row in left_out_rows:
+        if row.key not in APART and name == f"left-out {row.gpu}, {row.model.removeprefix('attention ')}":
+            check(name, row.mean_absolute)
+
+
+def test_every_left_out_row_has_a_target_or_stands_apart_and_nine_of_ten_calls_are_inside(left_out_rows):
+    compared = [row for row in left_out_rows if row.key not in APART]
+    assert {f"left-out {row.gpu}, {row.model.removeprefix('attention ')}" for row in compared} == set(LEFT_OUT)
+    inside = np.average([row.covered for row in compared], weights=[row.points for row in compared])
     assert inside >= 0.85
+    text = table_of(left_out_rows)
+    assert "Apart, and why" in text
+    assert all(reason in text for key, reason in APART.items() if not key.startswith("h100"))
+
+
+def test_code_of_one_version_says_nothing_of_another():
+    b200, gb200, old = gpu_named("b200"), gpu_named("gb200"), (("cudnn", 91301),)
+    new = derived_profile(b200, without="b200")
+    asked = derived_profile(b200, without="b200", versions=old)
+    assert seconds(new, "cudnn", "bwd") < 0.9 * seconds(asked, "cudnn", "bwd")  # Hopper's, moved
+    assert seconds(new, "fa4", "bwd") == seconds(asked, "fa4", "bwd")
+    nearest = moved(load_profile("b200"), b200, gb200)
+    only = derived_profile(gb200, without="gb200", versions=old)
+    assert only.attention["cudnn", "bwd"].pair_s == pytest.approx(nearest.attention["cudnn", "bwd"].pair_s)
+    assert {lender.profile.name: lender.versions.get("cudnn") for lender in lenders()} | {"b200-magi": None} == {
+        "a100": None,
+        "a100-pcie": 92700,
+        "b200": 91301,
+        "b200-magi": None,
+        "gb200": 92200,
+        "gb300": 92200,
+        "h100": 91900,
+        "h100-fa3": None,
+        "h200": 91900,
+    }
+
+
+def test_on_blackwell_all_ends_of_tiles_but_the_last_are_hidden():
+    theirs, mine = (load_profile(name).layers.gemm for name in ("h200", "b200"))
+    end_s = theirs.tile_s * 1980 / 1965
+    assert mine.tile_s == 0
+    assert mine.call_s == pytest.approx(theirs.call_s + end_s, rel=1e-5)
+    short, long = (float(gemm_seconds(mine, 8192, 8192, k)) for k in (512, 16384))
+    assert 2 * 8192**2 * 512 / short > 0.85 * 2 * 8192**2 * 16384 / long  # on GB300 0.88 (triton pull request 740)
+
+
+def test_slower_tensor_cores_alone_take_as_much_longer_as_they_are_slower():
+    h100, h20 = load_profile("h100"), load_profile("h20")
+    for kernel in ("fa4", "cudnn"):
+        before, after = (p.attention[kernel, "fwd"].pair_s * 1.98e9 for p in (h100, h20))
+        assert after - before == pytest.approx((4 * 128 / 1024 - 4 * 128 / 4096) / 0.9, rel=0.01)
+        assert after < 4 * before
 
 
 def test_what_was_left_out_lends_nothing():

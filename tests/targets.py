@@ -45,7 +45,6 @@ ATTENDS = (
     "have the microbatches that need most memory, the 16 others are 9 to 16 % off"
 )
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
-ONE_OF_A_KIND = "the one RoCE cluster with small sizes, left out, and two A3 High that differ by 1.4 from each other"
 SLOWED = (
     "H20 has a quarter of H100's tensor rate, all else alike: at head dimension 64, of two sequences of 2,048 tokens, "
     "more of the softmax hides behind its tensor cores than on H100, by a share that nothing there tells"
@@ -183,7 +182,9 @@ TARGETS = {
     "clusters left out, all-reduce, mean": Target(0.10),
     "clusters left out, all-gather, mean": Target(0.10),
     "clusters left out, reduce-scatter, mean": Target(0.10),
-    "clusters left out, more logs, mean": Target(0.10, ONE_OF_A_KIND),
+    "clusters left out, more logs, mean": Target(0.10),
+    "clusters left out, undisputed, all-reduce, mean": Target(0.10),
+    "clusters left out, undisputed, all-gather, mean": Target(0.10),
 }
 
 

@@ -104,7 +104,7 @@ class Fit:
 
 _FITTED_WORDS: Final = "python -m studies.collectives --fit"
 _TRANSPORTS: Final = {
-    "infiniband": ("roce", 1.0, "as roce: verbs, too; no published rows here"),
+    "infiniband": ("roce", 1.0, _FITTED_WORDS + ", as roce: verbs, too; rows of one cluster, of DGX-2"),
     "roce": ("roce", 1.0, _FITTED_WORDS),
     "efa": ("efa", 1.0, _FITTED_WORDS),
     "tcpxo": ("tcpxo", 1.0, _FITTED_WORDS),

@@ -36,7 +36,7 @@ def test_a_gpu_and_nics_are_enough(init):
     assert cluster.fabric.transport == "roce"
     assert "nics: 4 x 200G  # as said" in text
     assert "transport: roce  # usual" in text
-    assert f"# nic_bandwidth_bytes_per_s: {25e9 * constants().transports['roce'].share:.3g}" in text
+    assert f"# nic_bandwidth_bytes_per_s: {25e9 * constants().transports['roce'].share:.4g}" in text
     assert cluster.name == "mine"
 
 

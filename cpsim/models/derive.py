@@ -2,10 +2,10 @@
 
 * A kernel's thread block takes so many clocks on an SM. Kernels that feed the tensor cores themselves (wgmma, tcgen05,
   AMD's MFMA) are bound by the slowest of tensor cores, exponentials and, backward, shared memory, which overlap: clocks
-  follow a smooth maximum of the three; where only tensor cores are slower, as on H20, the same code takes as much longer
-  as they do. Those of `mma.sync` (flash-attention 2) are bound by the instructions of a warp
-  and take as many clocks on every NVIDIA GPU, unless its tensor cores are slower than that. Everything else of a block
-  follows the clock alone.
+  follow a smooth maximum of the three; where only tensor cores are slower, as on H20, the same code takes as many more
+  clocks as they do. Those of `mma.sync` (flash-attention 2) are bound by the instructions of a warp and take as many
+  clocks on every NVIDIA GPU, unless its tensor cores are slower than that. Everything else of a block follows the clock
+  alone.
 * What a GPU moves through memory follows its bandwidth, and the programs that move it SMs and clock; they overlap.
 * Long matrix products reach what the power limit leaves: as published, or as the most alike GPU's at a clock whose
   power fits the limit. The rate of attention kernels falls by as much of that as they draw beside products.
@@ -62,8 +62,8 @@ WARP_OVERLAP: Final = 8.0
 """As OVERLAP, of these kernels and slower tensor cores: on RTX 4090, whose tensor cores need three times as long as its
 warps, they reach the peak (apache/tvm, tl_doc/flash_perf.md)."""
 WARP_RATE: Final = {"hopper": 0.63}
-"""Share of tensor cores' rate that `mma.sync` reaches, where that is not all: Luo et al., Benchmarking and Dissecting the
-Nvidia Hopper GPU Architecture (2024), section IV. On Blackwell it hardly matters, as warps take longer."""
+"""Share of tensor cores' rate that `mma.sync` reaches, where that is not all: Luo et al., Benchmarking and Dissecting
+the Nvidia Hopper GPU Architecture (2024), section IV. On Blackwell it hardly matters, as warps take longer."""
 OF_WARPS: Final = ("fa2", "sdpa_flash", "flashinfer_fa2")
 """Kernels of `mma.sync`."""
 OF_MEMORY: Final = ("sdpa_math", "math")

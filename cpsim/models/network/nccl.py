@@ -45,9 +45,9 @@ PLANNED_TREE_SHARE: Final = 0.85
 """Of a tree's bandwidth, as NCCL's choice counts it: 0.78 to 0.92 by pattern."""
 
 
-CLOSE: Final = 0.03
-"""How much slower, relative, NCCL may count an algorithm that it still takes in one case of four: its tables of
-bandwidths are rounded, and what they are on a machine is not known better."""
+CLOSE: Final = 0.1
+"""How much slower, relative, NCCL may count an algorithm that it still takes on some machines: its tables of bandwidths
+are rounded, and a machine's are not known better. Times of those that are closer are averaged, by how close they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def way(kind: str, nbytes: ArrayLike, machine: Machine, given: Constants | None 
     elif kind == "all_reduce" and machine.inside.nvls:
         ways.append(law.nvls(size))
     planned = np.array([one.planned for one in ways])
-    taken = np.exp((1.0 - planned / planned.min(axis=0)) / CLOSE)
+    taken = np.maximum(0.0, 1.0 - (planned / planned.min(axis=0) - 1.0) / CLOSE)
     taken /= taken.sum(axis=0)
     return Way(*(np.asarray((taken * np.array(columns)).sum(axis=0)) for columns in zip(*ways, strict=True)))
 

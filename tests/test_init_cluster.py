@@ -62,8 +62,9 @@ def test_files_of_a_node_are_read(init, tmp_path):
     assert (cluster.gpus_per_node, cluster.fabric.nics_per_node, cluster.fabric.transport) == (4, 2, "infiniband")
     assert cluster.inside is None  # as its profile was measured
     assert "gpus_per_node: 4  # topo.txt" in text
-    assert "2 NICs, of unknown rate" in notes[0]
-    assert "mlx5_3" in notes[1]
+    assert [note.partition(": ")[2] for note in notes] == ["left out, as other ports are faster together: mlx5_3"]
+    alone = init(tmp_path / "topo.txt", "--gpu", "h100")[2]
+    assert "2 NICs, of unknown rate: add the output of ibstat, or --nics '2 x 400G'" in alone[0]
 
 
 def test_pcie_is_not_taken_for_nvlink(init, tmp_path):
@@ -75,7 +76,14 @@ def test_pcie_is_not_taken_for_nvlink(init, tmp_path):
         for name in (str(tmp_path / "mine.yaml"), "p4de")
     )
     assert mine.time_s > 1.5 * nvlink.time_s
-    assert any("pcie of 32 GB/s" in note for note in mine.notes)
+    assert any("pcie of 31.5 GB/s" in note for note in mine.notes)
+
+
+@pytest.mark.parametrize(("gpu", "rate", "said"), [("h100 nvl", 63e9, "h100-nvl"), ("l40s", 31.5e9, "l40s")])
+def test_pcie_is_that_of_the_gpu(init, gpu, rate, said):
+    cluster, _, notes = init(LOGS / "topo.txt", "--gpu", gpu)
+    assert (cluster.gpu.name, cluster.inside.link, cluster.inside.port_bandwidth_bytes_per_s) == (said, "pcie", rate)
+    assert f"PCIe taken to be {rate / 1e9:g} GB/s, as the data sheet of {said} says" in notes[0]
 
 
 def test_logs_set_the_network(init):

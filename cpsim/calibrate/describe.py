@@ -56,6 +56,8 @@ class Found:
     logs: tuple[str, ...] = ()
     """Their names."""
     notes: tuple[str, ...] = ()
+    nics_seen: tuple[str, ...] = ()
+    """NICs whose rate no file says, in words."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """By field: where it is from."""
 
@@ -102,16 +104,18 @@ def read_files(paths: Sequence[Path], said: Said) -> Found:
         elif node is not None:
             port = node.port_bytes_per_s(said.gpu or found.gpu or "")
             known = gpu_of_driver(said.gpu or found.gpu or "")
-            inside = f"nvlink {port / 1e9:g} GB/s" if node.links else "pcie 32 GB/s"
+            pcie = known.host_link_bytes_per_s / 1e9 if known else 32
+            inside = f"nvlink {port / 1e9:g} GB/s" if node.links else f"pcie {pcie:g} GB/s"
             inside += " nvls" if node.links and port >= SWITCHES_FROM else ""
             inside = MEASURED if port and known and known.nvlink_bytes_per_s == port else inside
             found = _from(found, path, gpus_per_node=str(node.num_gpus), inside=inside)
-            if node.num_nics and found.nics is None:
+            if node.num_nics:
                 rate = f"{path}: {node.num_nics} NICs, of unknown rate: add the output of ibstat, or --nics"
-                found = replace(found, notes=(*found.notes, f"{rate} '{node.num_nics} x 400G'"))
+                found = replace(found, nics_seen=(*found.nics_seen, f"{rate} '{node.num_nics} x 400G'"))
             if not node.links:
                 bridges = f"NV{node.bridged} between some pairs is left out; " if node.bridged else ""
-                note = f"{path}: {bridges}PCIe taken to be 16 lanes of 4.0; say --inside 'pcie 64 GB/s' for 5.0"
+                why = f"as the data sheet of {known.name} says" if known else "16 lanes of 4.0"
+                note = f"{path}: {bridges}PCIe taken to be {pcie:g} GB/s, {why}; say --inside 'pcie 16 GB/s' of others"
                 found = replace(found, notes=(*found.notes, note))
         else:
             found = _from_log(found, path, said)
@@ -148,7 +152,7 @@ def described(found: Found, name: str) -> tuple[Cluster, list[str]]:
     Raises:
         CpsimError: answers that a cluster file cannot hold.
     """
-    notes = [*found.notes]
+    notes = [*found.notes, *(found.nics_seen if found.nics is None or found.nics.lower() == NONE else ())]
     cluster = cluster_from(short_fields(found, name))
     between = [p for p in found.points if p["op"] == "fabric" and "flows" not in p and p["nbytes"] >= SMALLEST_BYTES]
     if between and cluster.fabric is None:

@@ -47,7 +47,7 @@ PLANNED_TREE_SHARE: Final = 0.85
 
 CLOSE: Final = 0.1
 """How much slower, relative, NCCL may count an algorithm that it still takes on some machines: its tables of bandwidths
-are rounded, and a machine's are not known better. Times of those that are closer are averaged, by how close they are."""
+are rounded, and a machine's are not known better. Times of those that are closer are averaged, by how close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from studies.left_out import APART, left_out, rows, table_of
 from tests.targets import TARGETS, check
 
 H200 = load_profile("h200")
-SHIPPED = "a100 a100-40gb a100-pcie h100 h100-pcie h100-nvl h100-96gb h200 h800 h20 b200 gb200 b300 gb300 l40s mi300x"
+SHIPPED = """a100 a100-40gb a100-pcie a100-pcie-40gb h100 h100-pcie h100-nvl h100-96gb h200 h200-nvl h800 h20 b200 gb200
+b300 gb300 l40s mi300x"""
 
 
 def seconds(profile, kernel, pass_="fwd", tokens=16384, heads=32):
@@ -60,13 +61,41 @@ def test_every_gpu_says_where_its_numbers_come_from_and_has_a_profile_with_layer
         ("AMD Instinct MI300X", "mi300x"),
         ("H100", "h100"),
         ("b300 SXM", "b300"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("GB200 NVL72", "gb200"),
+        ("NVIDIA H20-3e", "h20"),
         ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA A100-SXM-64GB", None),
         ("cpu", None),
     ],
 )
 def test_what_a_driver_calls_a_gpu(text, name):
     found = gpu_of_driver(text)
     assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H100-SXM5-80GB", "h100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("h100 nvl", "h100-nvl"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("HGX B200", "b200"),
+    ],
+)
+def test_files_may_name_a_gpu_as_its_driver_does(text, name, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"name: mine\ngpus_per_node: 4\ngpu: {text}\n")
+    assert load_cluster(str(path)).gpu == gpu_named(name)
+
+
+@pytest.mark.parametrize("text", ["RTX 6000 Ada", "my h100", "H100 64GB", "NVIDIA H800 PCIe", "A800-SXM4-80GB"])
+def test_other_gpus_are_not_taken_for_known_ones(text):
+    with pytest.raises(ScenarioError, match=r"is unknown; .*known are a100, .*or describe it by its fields"):
+        gpu_named(text)
 
 
 def test_names_have_any_case_and_unknown_ones_list_the_nearest_and_all():

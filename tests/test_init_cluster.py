@@ -40,6 +40,20 @@ def test_a_gpu_and_nics_are_enough(init):
     assert cluster.name == "mine"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "domain", "inside"),
+    [
+        ("GB200 NVL72", 72, "nvlink 900 GB/s"),
+        ("mi300x", 8, "xgmi 448 GB/s"),
+        ("L40S", 8, "pcie without p2p 16 GB/s"),
+    ],
+)
+def test_what_is_usual_goes_by_the_gpu(init, gpu, domain, inside):
+    cluster, text, _ = init("--gpu", gpu)
+    assert cluster.gpus_per_node == domain
+    assert f"# inside: {inside}" in text
+
+
 def test_what_it_writes_predicts(init, tmp_path):
     init("--gpu", "h100", "--nics", "4 x 200G", "--transport", "EFA")
     answer = predict(scenario_from(CASE | {"gpus": 16, "cluster": str(tmp_path / "mine.yaml")}))

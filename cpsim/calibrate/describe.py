@@ -14,7 +14,7 @@ from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.nccl_logs import Said, missing, read_nccl_log
 from cpsim.calibrate.topology import Nics, read_node
 from cpsim.case.cluster import Cluster, Fabric, cluster_from, presets
-from cpsim.case.gpu import gpu_of_driver, gpus
+from cpsim.case.gpu import AMD, gpu_of_driver, gpus
 from cpsim.errors import CpsimError
 from cpsim.models.network.nccl import SMALLEST_BYTES, SWITCHES_FROM
 
@@ -78,8 +78,14 @@ class Found:
                 "--inside 'nvlink 450 GB/s', --nics '4 x 200G', --transport roce, or files of nvidia-smi topo -m, "
                 "ibstat, nccl-tests"
             )
-        usual = {name: value for name, value in USUAL.items() if getattr(self, name) is None}
+        usual = {name: value for name, value in usual_of(self.gpu).items() if getattr(self, name) is None}
         return replace(self, sources={**dict.fromkeys(usual, "usual"), **self.sources}, **usual)  # type: ignore[arg-type]
+
+
+def usual_of(gpu: str | None) -> dict[str, str]:
+    """What is taken of a GPU's machines where nobody says more."""
+    known = gpu_of_driver(gpu or "")
+    return {**USUAL, **({"gpus_per_node": str(known.gpus_per_node)} if known else {})}
 
 
 def gpu_name(driver: str) -> str:
@@ -205,7 +211,10 @@ def as_file(found: Found, cluster: Cluster, command: str) -> str:
         lines += ["# one GPU's port in one direction; `nvls` where NVLink switches add", f"inside: {short['inside']}"]
         lines[-1] += where["inside"]
     else:
-        lines += ["# links inside a node are the profile's; others would be, e.g.:", "# inside: nvlink 450 GB/s nvls"]
+        gpu = cluster.gpu
+        links = f"{'xgmi' if gpu.architecture in AMD else 'nvlink'} {gpu.port_bytes_per_s / 1e9:g} GB/s"
+        link = links if gpu.nvlink_bytes_per_s else "pcie without p2p 16 GB/s"
+        lines += ["# links inside a node are the profile's; others would be, e.g.:", f"# inside: {link}"]
     if cluster.fabric is None:
         lines += ["# one node; a network between nodes would be, e.g.:", "# fabric: {nics: 4 x 200G, transport: roce}"]
     else:

@@ -206,6 +206,29 @@ def test_cards_on_pcie_never_have_nvlink():
     assert any("PCIe instead of NVLink x 0.14" in note for note in pcie.notes)
 
 
+def test_bytes_over_pcie_take_as_long_at_every_size():
+    """As on A100 over PCIe, where a latency of some 10 us and one rate describe all sizes (MooreThreads/SimuMax at
+    4dcaae5, configs/system/a100_pcie.json)."""
+    card, nvlink = (load_profile(name).collective for name in ("a100-pcie", "h200"))
+    sizes = 2.0 ** np.arange(20, 31)
+    for kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        took, fast = (collective_seconds(params, kind, sizes, 8) for params in (card, nvlink))
+        bus = sizes * 7 / 8 / took
+        assert (np.diff(bus) > 0).all()
+        assert bus[2] > 0.8 * bus[-1]
+        assert (took > fast).all()
+
+
+def test_a_faster_port_does_not_help_what_waits_for_steps():
+    b200, h200 = (load_profile(name).collective for name in ("b200", "h200"))
+    small, large = (
+        [float(collective_seconds(params, "all_gather", nbytes, 8)) for params in (b200, h200)]
+        for nbytes in (2**18, 2**32)
+    )
+    assert small[0] > 0.9 * small[1]
+    assert large[0] == pytest.approx(large[1] / 2, rel=0.02)
+
+
 def test_a_flow_on_h800_is_bound_by_its_channels_and_not_by_its_port():
     h800, h100 = (load_profile(name).collective for name in ("h800", "h100"))
     assert float(transfer_seconds(h800, 2**26, 8)) == pytest.approx(float(transfer_seconds(h100, 2**26, 8)), rel=0.02)

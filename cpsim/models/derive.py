@@ -512,8 +512,9 @@ def _moved_memory(params: ElementwiseParams, theirs: Gpu, gpu: Gpu) -> Elementwi
 
 
 def _moved_network(params: CollectiveParams, theirs: Gpu, gpu: Gpu) -> CollectiveParams:
-    """Collectives and messages inside a node: what a collective takes beyond the smallest size goes with the port; a
-    message takes as long on its channels, and at least what its flow does through the port."""
+    """Collectives and messages inside a node: a collective's bytes take as much longer as the port is slower, at the rate
+    of the largest, and its steps as long; a message takes as long on its channels, and at least what its flow does
+    through the port."""
     if not (gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s):  # a file that says neither
         return params
     ratio = gpu.port_bytes_per_s / theirs.port_bytes_per_s
@@ -522,8 +523,10 @@ def _moved_network(params: CollectiveParams, theirs: Gpu, gpu: Gpu) -> Collectiv
     flow = port * min(1.0, (gpu.flow_bytes_per_s or gpu.port_bytes_per_s) / gpu.port_bytes_per_s)
 
     def slower(curve: Curve, by: float) -> Curve:
-        latency = curve.seconds[0]
-        return replace(curve, seconds=tuple(latency + (s - latency) / by for s in curve.seconds))
+        nbytes, seconds = np.array(curve.nbytes), np.array(curve.seconds)
+        byte_s = (seconds[-1] - seconds[0]) / nbytes[-1]
+        moved = seconds + nbytes * byte_s * (1 / by - 1)
+        return replace(curve, seconds=tuple(np.maximum.accumulate(np.maximum(moved, seconds[0])).tolist()))
 
     return replace(
         params,

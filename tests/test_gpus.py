@@ -380,3 +380,14 @@ def test_a_description_needs_no_more_than_a_data_sheets_first_lines():
     assert gpu.port_bytes_per_s == pytest.approx(63e9, rel=0.01)
     assert gpu.fp8_ratio == 2
     assert derived_profile(gpu).layers
+
+
+def test_kernels_that_a_published_profile_lacks_are_those_of_its_family():
+    a100, card = (load_profile(name) for name in ("a100", "a100-pcie"))
+    per_pair = card.attention["cudnn", "fwd"].pair_s
+    assert a100.attention["cudnn", "fwd"].pair_s == pytest.approx(per_pair)
+    assert a100.grade.endswith("; of these cudnn from GPUs alike")
+    gb300 = load_profile("gb300")
+    ratio = gb300.attention["fa4", "bwd"].pair_s / load_profile("gb200").attention["fa4", "bwd"].pair_s
+    assert 0.9 < ratio < 1.05
+    assert "GPUs alike" not in load_profile("h100-fa3").grade

@@ -23,7 +23,7 @@ Differs: cuDNN's tiles are not public; one law stands for all kernels that feed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, TypeVar
@@ -234,6 +234,12 @@ def _most_alike(
     own = [pair for pair in having if pair[0].gpu == gpu]
     same = own or [pair for pair in having if pair[0].profile.name in of_code] or list(having)
     return [pair for pair in same if unlike(gpu, pair[0].gpu) < 2] or same
+
+
+def kernels_alike(gpu: Gpu, others: Iterable[tuple[Gpu, frozenset[Key]]]) -> frozenset[Key]:
+    """Kernels and passes that other GPUs of the same family have of their own, by the names that a GPU has for them."""
+    near = ((theirs, own) for theirs, own in others if theirs != gpu and unlike(gpu, theirs) < 2)
+    return frozenset(key for theirs, own in near for key in _lent(dict.fromkeys(own), theirs, gpu))
 
 
 def _weights(gpu: Gpu, having: Sequence[tuple[Lender, float]]) -> Floats:
@@ -512,8 +518,8 @@ def _moved_memory(params: ElementwiseParams, theirs: Gpu, gpu: Gpu) -> Elementwi
 
 
 def _moved_network(params: CollectiveParams, theirs: Gpu, gpu: Gpu) -> CollectiveParams:
-    """Collectives and messages inside a node: a collective's bytes take as much longer as the port is slower, at the rate
-    of the largest, and its steps as long; a message takes as long on its channels, and at least what its flow does
+    """Collectives and messages inside a node: a collective's bytes take as much longer as the port is slower, at the
+    rate of the largest, and its steps as long; a message takes as long on its channels, and at least what its flow does
     through the port."""
     if not (gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s):  # a file that says neither
         return params

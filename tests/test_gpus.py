@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 
 from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpu_of_driver, gpus
@@ -11,7 +12,8 @@ from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, Scenar
 from cpsim.models.attention.params import attention_seconds
 from cpsim.models.derive import DERIVED, flops_per_clock, moved, sustained_flops, unlike
 from cpsim.models.gemm import gemm_seconds
-from cpsim.models.network.collective import collective_seconds, transfer_seconds
+from cpsim.models.network.collective import collective_seconds, transfer_seconds, wire_bytes
+from cpsim.models.network.described import with_inside
 from cpsim.models.profile import derived_profile, lenders, load_profile, shipped_profiles
 from cpsim.prediction.predict import predict
 from studies.left_out import APART, left_out, rows, table_of
@@ -193,17 +195,42 @@ def test_kernels_that_a_gpu_cannot_run_are_not_there():
 def test_cards_on_pcie_never_have_nvlink():
     ratio = gpu_named("h100-pcie").host_link_bytes_per_s / 450e9
     card = load_profile("h100-pcie").collective
-    assert card.port_bytes_per_s == pytest.approx(load_profile("h100").collective.port_bytes_per_s * ratio)
+    assert 0.5 < card.port_bytes_per_s / 63e9 < 0.8
     for ranks in (2, 4, 8):
         for kind in card.curves:
             theirs = float(collective_seconds(load_profile("h100").collective, kind, 2**30, ranks))
-            assert float(collective_seconds(card, kind, 2**30, ranks)) > 0.9 * theirs / ratio
+            assert float(collective_seconds(card, kind, 2**30, ranks)) > 0.75 * theirs / ratio
         flow = float(transfer_seconds(card, 2**28, ranks))
         assert flow >= 2**28 / 63e9
     case = {"strategy": "ring", "gpus": 8, "tokens_per_gpu": 16384, "heads": 32, "kv_heads": 8, "kernel": "fa2"}
     pcie, nvlink = (predict(case | {"cluster": name}) for name in ("h100-pcie", "h100"))
     assert pcie.time_s > 1.1 * nvlink.time_s
     assert any("PCIe instead of NVLink x 0.14" in note for note in pcie.notes)
+
+
+BUS_OF_CARDS = {
+    "all_gather": (20.7, 13.5),
+    "all_reduce": (20.8, 12.5),
+    "reduce_scatter": (20.5, 11.1),
+    "all_to_all": (19.1, 8.3),
+}
+"""Of four and of eight A100 over PCIe, GB/s, in MooreThreads/SimuMax at 4dcaae5, configs/system/a100_pcie.json."""
+
+
+@pytest.mark.parametrize("where", [{}, {"inside": "pcie 31.5 GB/s"}])
+def test_eight_cards_share_what_connects_two_processors(where, tmp_path):
+    file = tmp_path / "cards.yaml"
+    file.write_text(yaml.safe_dump({"gpu": "a100-pcie", "num_gpus": 8, "gpus_per_node": 8, **where}))
+    cluster = load_cluster(str(file))
+    card = with_inside(load_profile(str(cluster.profile)), cluster).collective
+    for kind, published in BUS_OF_CARDS.items():
+        for ranks, bus in zip((4, 8), published, strict=True):
+            took = float(collective_seconds(card, kind, 2**30, ranks))
+            moved = float(wire_bytes(kind, 2**30, ranks))
+            assert moved / took / 1e9 == pytest.approx(bus, rel=0.15), (kind, ranks)
+    alone, all_of_them = (float(transfer_seconds(card, 2**28, ranks)) for ranks in (4, 8))
+    assert all_of_them == pytest.approx(alone * 20.8 / 12.6, rel=0.05)
+    assert float(transfer_seconds(card, 2**28, 8, 2)) == alone
 
 
 def test_bytes_over_pcie_take_as_long_at_every_size():

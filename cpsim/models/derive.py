@@ -11,6 +11,7 @@
   power fits the limit. The rate of attention kernels falls by as much of that as they draw beside products.
 * Launches, hosts and interference are kept.
 * Collectives follow the port to other GPUs of the node; a single flow is bound by NCCL's channels and by the port.
+  Those of cards that have PCIe only are as NCCL's algorithms have them.
 
 Kernels come from the GPUs of the same family that have them in the same code, otherwise from all that have them; all
 else from the most alike measured one. What is derived is as uncertain as such derivations were wrong for GPUs that were
@@ -32,11 +33,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.gpu import AMD, BLACKWELL, Gpu, gpus
+from cpsim.case.transports import Inside, constants
 from cpsim.models.attention.discrepancy import NONE
 from cpsim.models.attention.params import PER_PAIR, AttentionParams, attention_seconds
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import GemmParams
 from cpsim.models.network.collective import CollectiveParams, Curve
+from cpsim.models.network.nccl import collective_params
 from cpsim.models.parameters import POWER_OF_CLOCK, LayerCosts, Profile
 from cpsim.models.rates import moved_rates
 from cpsim.models.recurrent import costs_on
@@ -118,9 +121,8 @@ SCORES_FROM_MEMORY: Final = 0.66
 """Share of the time of kernels of OF_MEMORY that follows the bandwidth; the rest follows the clock: H100 and H200."""
 POWER_W: Final = 700.0
 """Power limit of a GPU that states none."""
-PCIE_GROUPS: Final = 0.54
-"""Bus bandwidth of collectives of more than two GPUs over PCIe, relative to one link: they share host bridges. Source:
-all-gathers of eight A100 PCIe, 13.5 GB/s (MooreThreads/SimuMax at 4dcaae5, configs/system/a100_pcie.json)."""
+CARDS_OF_NODE: Final = 8
+"""GPUs over PCIe of a node, at most."""
 
 FAMILIES: Final = (("ampere", "ada"), ("hopper",), BLACKWELL, AMD)
 """Architectures that are much alike."""
@@ -520,11 +522,12 @@ def _moved_memory(params: ElementwiseParams, theirs: Gpu, gpu: Gpu) -> Elementwi
 def _moved_network(params: CollectiveParams, theirs: Gpu, gpu: Gpu) -> CollectiveParams:
     """Collectives and messages inside a node: a collective's bytes take as much longer as the port is slower, at the
     rate of the largest, and its steps as long; a message takes as long on its channels, and at least what its flow does
-    through the port."""
-    if not (gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s):  # a file that says neither
-        return params
+    through the port. Over PCIe instead of NVLink all of it is another: NCCL's algorithms say it."""
+    if not gpu.nvlink_bytes_per_s:
+        if not gpu.pcie_bytes_per_s:  # a file that says neither
+            return params
+        return collective_params(Inside(link="pcie", port_bandwidth_bytes_per_s=gpu.pcie_bytes_per_s), CARDS_OF_NODE)
     ratio = gpu.port_bytes_per_s / theirs.port_bytes_per_s
-    shared = ratio if gpu.nvlink_bytes_per_s else ratio * PCIE_GROUPS
     port = params.port_bytes_per_s * ratio
     flow = port * min(1.0, (gpu.flow_bytes_per_s or gpu.port_bytes_per_s) / gpu.port_bytes_per_s)
 
@@ -536,10 +539,7 @@ def _moved_network(params: CollectiveParams, theirs: Gpu, gpu: Gpu) -> Collectiv
 
     return replace(
         params,
-        curves={
-            kind: {n: slower(curve, ratio if n == 2 else shared) for n, curve in by.items()}
-            for kind, by in params.curves.items()
-        },
+        curves={kind: {n: slower(curve, ratio) for n, curve in by.items()} for kind, by in params.curves.items()},
         flow_bytes_per_s=flow if ratio < 1 or flow < port else params.flow_bytes_per_s,
         port_bytes_per_s=port,
     )
@@ -555,6 +555,8 @@ def _moved_sigma(profile: Profile, theirs: Gpu, gpu: Gpu, kernels: frozenset[Key
         if model in ("matrix products", "memory-bound", "elementwise of layers"):
             kind = "matrix products" if model == "matrix products" else "memory-bound"
             found[model] = float(np.hypot(sigma, DERIVED[kind][how]))
+        elif model.startswith(("collective", "transfer")) and gpu.pcie_bytes_per_s and not gpu.nvlink_bytes_per_s:
+            found[model] = constants().links["pcie"].sigma_log
         elif model.startswith(("collective", "transfer")) and gpu.port_bytes_per_s != theirs.port_bytes_per_s:
             found[model] = float(np.hypot(sigma, DERIVED["network"][how]))
         elif not model.startswith("attention") or model.endswith("between GPUs"):

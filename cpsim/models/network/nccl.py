@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from cpsim.case.cluster import Cluster, Fabric
 from cpsim.case.transports import Constants, Inside, Link, LinkName, Transport, constants
-from cpsim.models.network.collective import COLLECTIVES, CollectiveParams, Curve, wire_bytes
+from cpsim.models.network.collective import COLLECTIVES, PROCESSOR_GPUS, CollectiveParams, Curve, wire_bytes
 from cpsim.units import Entries
 
 Floats = NDArray[np.float64]
@@ -116,6 +116,12 @@ def way(kind: str, nbytes: ArrayLike, machine: Machine, given: Constants | None 
     return Way(*(np.asarray((taken * np.array(columns)).sum(axis=0)) for columns in zip(*ways, strict=True)))
 
 
+def link_of(inside: Inside, count: int, known: Constants) -> Link:
+    """What connects so many GPUs of a node."""
+    across = inside.link == "pcie" and count > PROCESSOR_GPUS
+    return known.links["pcie across processors" if across else inside.link]
+
+
 @dataclass(frozen=True, slots=True)
 class _Law:
     machine: Machine
@@ -123,7 +129,7 @@ class _Law:
 
     @property
     def _link(self) -> Link:
-        return self.known.links[self.machine.inside.link]
+        return link_of(self.machine.inside, self.machine.per_node, self.known)
 
     @property
     def _call_s(self) -> float:
@@ -265,7 +271,14 @@ def collective_params(inside: Inside, most: int) -> CollectiveParams:
     rings = {n: _curve(sizes, MESSAGE_S + sizes / min(n * CHANNEL_BYTES_PER_S, port)) for n in CHANNELS}
     laps = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 0, "all_reduce": 2}
     hops = Entries({kind: laps[kind] * link.hop_s for kind in COLLECTIVES})
-    return CollectiveParams(curves=Entries(curves), hop_s=hops, rings=rings, port_bytes_per_s=port)
+    across = link_of(inside, most, constants())
+    return CollectiveParams(
+        curves=Entries(curves),
+        hop_s=hops,
+        rings=rings,
+        port_bytes_per_s=port,
+        crossing_bytes_per_s=None if across == link else inside.port_bandwidth_bytes_per_s * across.ring_share,
+    )
 
 
 def _curve(nbytes: Floats, took: Floats) -> Curve:

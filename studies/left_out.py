@@ -1,8 +1,10 @@
 """Predicts every GPU from the others: ``python -m studies.left_out`` prints how wrong that is.
 
-Of each GPU with kernel points, measured here or published, profiles of its own are left out, and what its long
-products reach; its costs are derived from the other GPUs through its description. Rows give the errors of its calls,
-relative and logarithmic, positive where the prediction is too slow, and the share of them inside the 90 % interval.
+Of each GPU with kernel points, measured here or published, profiles of its own are left out; its costs are derived from
+the other GPUs through its description, products and memory-bound ops without what the description says that its long
+products reach. Kernels are of the code that the table names, as far as another GPU has that. Rows give the errors of
+its calls, relative and logarithmic, positive where the prediction is too slow, and the share of them inside the 90 %
+interval. Tables that another of the same GPU contradicts, or of code that no other GPU has, are listed apart.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from numpy.typing import ArrayLike
 from cpsim.calibrate.fit import current, large_model
 from cpsim.calibrate.measurement import Point, load
 from cpsim.calibrate.recipes import DATA, manifest, measurements
-from cpsim.calibrate.residuals import model_of, residuals
+from cpsim.calibrate.residuals import LEAST_FLOPS, model_of, residuals
 from cpsim.case.gpu import Gpu, gpu_of_driver, gpus
 from cpsim.models.derive import sustained_flops
 from cpsim.models.gemm import FP8_BYTES, FP8_SIGMA, gemm_seconds, in_fp8
@@ -30,11 +32,41 @@ from cpsim.models.profile import derived_profile
 
 QUANTILE: Final = 1.645
 """Of a normal distribution, of an interval of 90 %."""
-FEWEST: Final = 5
+FEWEST: Final = 4
 """Calls of a row."""
 BEST: Final = "mamf"
 """The table of products that has the best of each GPU: what its description goes by, no test of it."""
 TABLES: Final = "points/published/"
+IN_GRAPHS: Final = (
+    "tens of microseconds again and again in a CUDA graph, operands in the cache; timed so, an H100's products take an "
+    "eighth less than those that we measured, too"
+)
+OLDER: Final = "code of 2025, slower than that of 2026, which was measured here"
+APART: Final = {
+    "b200 | attention bwd cudnn | b200": "calls of Transformer Engine with packed lengths and a padding mask "
+    "(MagiAttention, exps/attn/baselines/attn_impl.py); at 32,768 tokens they take 1.5 times as long as NVIDIA's table "
+    "says of dense ones",
+    "b200 | attention fwd cudnn | b200": "as its backward pass; 1.1 times",
+    "b200 | attention bwd fa4, windows | b200": "they take as long as without a window: that version passes over nothing",
+    "b200 | attention fwd flex | b200": "PyTorch of a year before, whose Triton hardly knows Blackwell; on H100, too, its "
+    "backward pass takes up to 1.5 times as long as what was measured here",
+    "b200 | attention bwd flex | b200": "as its forward pass",
+    "b200 | attention bwd cudnn, windows | b200": "as without windows",
+    "h100 | attention fwd flex | h100-magi": OLDER,
+    "h100 | attention bwd flex | h100-magi": OLDER,
+    "h100 | attention fwd flex | h100-longca": OLDER,
+    "h100 | attention bwd flex | h100-longca": OLDER,
+    "h100 | attention bwd cudnn, windows | h100-magi": OLDER,
+    "b200 | matrix products bf16 | simumax": "a node whose long products reach 1,080 TFLOP/s, where torchao's, vllm's "
+    "and mamf's B200 reach 1,420 to 1,745; Meta's, limited to 750 W, reach 1,088 (facebookexperimental/triton, pull "
+    "request 854)",
+    "b200 | matrix products bf16 | vllm": IN_GRAPHS,
+    "h100 | matrix products bf16 | vllm": IN_GRAPHS,
+    "a100-pcie | attention fwd cudnn | a100-pcie-nvidia": "code of before Hopper, of which no other GPU has a table; "
+    "flash-attention 2 stands in",
+    "a100-pcie | attention bwd cudnn | a100-pcie-nvidia": "as its forward pass",
+}
+"""Rows that say little about derivations, by GPU, cost model and table, with the reason."""
 HERE: Final = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 """GPUs measured here, as their driver names them."""
 
@@ -54,21 +86,32 @@ class Row:
     covered: float
     sigma: float
 
+    @property
+    def key(self) -> str:
+        """Of ``APART``."""
+        return f"{self.gpu} | {self.model} | {self.table}"
+
 
 def rows(names: Sequence[str]) -> Iterator[Row]:
     """Errors of left-out GPUs, of every kind of calls that there are points of."""
     for name in names:
         gpu = gpus()[name]
-        profile = left_out(gpu)
-        for table, points in tables(gpu).items():
-            yield from _errors(gpu, profile, table, points)
-        yield from _products(gpu, profile)
+        for table, (points, versions) in tables(gpu).items():
+            yield from _errors(gpu, left_out(gpu, tuple(versions.items())), table, points)
+        yield from _products(gpu, left_out(gpu))
 
 
 @cache
-def left_out(gpu: Gpu) -> Profile:
-    """The profile of a GPU as if nothing had been measured or published of it."""
-    return derived_profile(replace(gpu, sustained_flops_per_s=by_power(gpu)), without=gpu.name)
+def left_out(gpu: Gpu, versions: tuple[tuple[str, int], ...] = ()) -> Profile:
+    """The profile of a GPU as if nothing had been measured or published of its kernels.
+
+    Args:
+        gpu: as described.
+        versions: of kernels' code.
+    """
+    described = derived_profile(gpu, without=gpu.name, versions=versions)
+    alone = derived_profile(replace(gpu, sustained_flops_per_s=by_power(gpu)), without=gpu.name)
+    return replace(described, layers=alone.layers, elementwise=alone.elementwise)
 
 
 def by_power(gpu: Gpu) -> float:
@@ -76,15 +119,17 @@ def by_power(gpu: Gpu) -> float:
     return sustained_flops(replace(gpu, sustained_flops_per_s=None), without=gpu.name)
 
 
-def tables(gpu: Gpu) -> dict[str, Sequence[Point]]:
-    """Points of a GPU, by whose they are: published tables, and those that its fit reads where it was measured here."""
-    found: dict[str, Sequence[Point]] = {}
+def tables(gpu: Gpu) -> dict[str, tuple[Sequence[Point], dict[str, int]]]:
+    """Points of a GPU and the versions of kernels that they name, by whose they are: published tables, and those that
+    its fit reads where it was measured here."""
+    found: dict[str, tuple[Sequence[Point], dict[str, int]]] = {}
     for path in (path for path in manifest()["points"] if path.startswith(TABLES) and path.endswith(".jsonl")):
         file = load(DATA / path)
         if gpu_of_driver(file.header["gpu"]) == gpu:
-            found[path.removeprefix(TABLES).removesuffix(".jsonl")] = file.points
+            versions = {kernel: int(version) for kernel, version in file.header.get("kernels", {}).items()}
+            found[path.removeprefix(TABLES).removesuffix(".jsonl")] = file.points, versions
     if gpu.name in HERE:
-        found["measured here"] = current(measurements(gpu.name), HERE[gpu.name])
+        found["measured here"] = current(measurements(gpu.name), HERE[gpu.name]), {}
     return found
 
 
@@ -94,17 +139,23 @@ def _errors(gpu: Gpu, profile: Profile, table: str, points: Sequence[Point]) -> 
     chosen = [p for p in points if large_model(p) and model_of(p) in known]
     found: dict[str, list[float]] = {}
     for one in residuals(profile, chosen):
-        found.setdefault(one.model, []).append(one.error)
+        found.setdefault(one.model + _shape(one.point), []).append(one.error)
     for model, errors in sorted(found.items()):
         if len(errors) >= FEWEST:
-            yield _row(gpu, model, table, errors, profile.sigma[model])
+            yield _row(gpu, model, table, errors, profile.sigma[model.split(",")[0]])
+
+
+def _shape(point: Point) -> str:
+    """Of calls that are not like most, which have rows of their own."""
+    return ", windows" * ("window" in point) + ", values of another size" * ("value_dim" in point)
 
 
 def _products(gpu: Gpu, profile: Profile) -> Iterator[Row]:
     """Published products."""
     assert profile.layers is not None
     with (DATA / TABLES / "products.csv").open(encoding="utf-8") as file:
-        mine = [row for row in csv.DictReader(line for line in file if line[0] != "#") if row["gpu"] == gpu.name]
+        every = csv.DictReader(line for line in file if line[0] != "#")
+        mine = [row for row in every if row["gpu"] == gpu.name and _flop(row) >= LEAST_FLOPS]
     for dtype, source in sorted({(row["dtype"], row["table"].split()[0]) for row in mine if row["table"] != BEST}):
         chosen = [row for row in mine if row["dtype"] == dtype and row["table"].startswith(source)]
         m, n, k = (np.array([float(row[size]) for row in chosen]) for size in "mnk")
@@ -115,6 +166,10 @@ def _products(gpu: Gpu, profile: Profile) -> Iterator[Row]:
             sigma = float(np.hypot(sigma, FP8_SIGMA))
         rate = np.array([float(row["tflops"]) for row in chosen]) * 1e12
         yield _row(gpu, f"matrix products {dtype}", source, np.log(seconds * rate / (2 * m * n * k)), sigma)
+
+
+def _flop(row: dict[str, str]) -> float:
+    return 2 * float(row["m"]) * float(row["n"]) * float(row["k"])
 
 
 def _row(gpu: Gpu, model: str, table: str, errors: ArrayLike, sigma: float) -> Row:
@@ -132,7 +187,16 @@ def _row(gpu: Gpu, model: str, table: str, errors: ArrayLike, sigma: float) -> R
 
 
 def table_of(found: Sequence[Row]) -> str:
-    """Rows as a table of Markdown."""
+    """Rows as a table of Markdown, and those that stand apart."""
+    within, apart = ([row for row in found if (row.key in APART) == out] for out in (False, True))
+    text = _table(within)
+    if apart:
+        reasons = "\n".join(f"- {row.key.replace(' | ', ', ')}: {APART[row.key]}" for row in apart)
+        text += f"\n\nApart, and why:\n\n{_table(apart)}\n\n{reasons}"
+    return text
+
+
+def _table(found: Sequence[Row]) -> str:
     lines = [
         "| GPU | cost model | times of | calls | mean error | sign | inside 90 % |",
         "|---|---|---|---|---|---|---|",

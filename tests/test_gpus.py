@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 
 from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpu_of_driver, gpus
@@ -11,14 +12,16 @@ from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, Scenar
 from cpsim.models.attention.params import attention_seconds
 from cpsim.models.derive import DERIVED, flops_per_clock, moved, sustained_flops, unlike
 from cpsim.models.gemm import gemm_seconds
-from cpsim.models.network.collective import collective_seconds, transfer_seconds
+from cpsim.models.network.collective import collective_seconds, transfer_seconds, wire_bytes
+from cpsim.models.network.described import with_inside
 from cpsim.models.profile import derived_profile, lenders, load_profile, shipped_profiles
 from cpsim.prediction.predict import predict
-from studies.left_out import left_out, rows
-from tests.targets import check
+from studies.left_out import APART, left_out, rows, table_of
+from tests.targets import TARGETS, check
 
 H200 = load_profile("h200")
-SHIPPED = "a100 a100-40gb a100-pcie h100 h100-pcie h100-nvl h100-96gb h200 h800 h20 b200 gb200 b300 gb300 l40s mi300x"
+SHIPPED = """a100 a100-40gb a100-pcie a100-pcie-40gb h100 h100-pcie h100-nvl h100-96gb h200 h200-nvl h800 h20 b200 gb200
+b300 gb300 l40s mi300x"""
 
 
 def seconds(profile, kernel, pass_="fwd", tokens=16384, heads=32):
@@ -60,13 +63,41 @@ def test_every_gpu_says_where_its_numbers_come_from_and_has_a_profile_with_layer
         ("AMD Instinct MI300X", "mi300x"),
         ("H100", "h100"),
         ("b300 SXM", "b300"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("GB200 NVL72", "gb200"),
+        ("NVIDIA H20-3e", "h20"),
         ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA A100-SXM-64GB", None),
         ("cpu", None),
     ],
 )
 def test_what_a_driver_calls_a_gpu(text, name):
     found = gpu_of_driver(text)
     assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H100-SXM5-80GB", "h100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("h100 nvl", "h100-nvl"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("HGX B200", "b200"),
+    ],
+)
+def test_files_may_name_a_gpu_as_its_driver_does(text, name, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"name: mine\ngpus_per_node: 4\ngpu: {text}\n")
+    assert load_cluster(str(path)).gpu == gpu_named(name)
+
+
+@pytest.mark.parametrize("text", ["RTX 6000 Ada", "my h100", "H100 64GB", "NVIDIA H800 PCIe", "A800-SXM4-80GB"])
+def test_other_gpus_are_not_taken_for_known_ones(text):
+    with pytest.raises(ScenarioError, match=r"is unknown; .*known are a100, .*or describe it by its fields"):
+        gpu_named(text)
 
 
 def test_names_have_any_case_and_unknown_ones_list_the_nearest_and_all():
@@ -164,17 +195,65 @@ def test_kernels_that_a_gpu_cannot_run_are_not_there():
 def test_cards_on_pcie_never_have_nvlink():
     ratio = gpu_named("h100-pcie").host_link_bytes_per_s / 450e9
     card = load_profile("h100-pcie").collective
-    assert card.port_bytes_per_s == pytest.approx(load_profile("h100").collective.port_bytes_per_s * ratio)
+    assert 0.5 < card.port_bytes_per_s / 63e9 < 0.8
     for ranks in (2, 4, 8):
         for kind in card.curves:
             theirs = float(collective_seconds(load_profile("h100").collective, kind, 2**30, ranks))
-            assert float(collective_seconds(card, kind, 2**30, ranks)) > 0.9 * theirs / ratio
+            assert float(collective_seconds(card, kind, 2**30, ranks)) > 0.75 * theirs / ratio
         flow = float(transfer_seconds(card, 2**28, ranks))
         assert flow >= 2**28 / 63e9
     case = {"strategy": "ring", "gpus": 8, "tokens_per_gpu": 16384, "heads": 32, "kv_heads": 8, "kernel": "fa2"}
     pcie, nvlink = (predict(case | {"cluster": name}) for name in ("h100-pcie", "h100"))
     assert pcie.time_s > 1.1 * nvlink.time_s
     assert any("PCIe instead of NVLink x 0.14" in note for note in pcie.notes)
+
+
+BUS_OF_CARDS = {
+    "all_gather": (20.7, 13.5),
+    "all_reduce": (20.8, 12.5),
+    "reduce_scatter": (20.5, 11.1),
+    "all_to_all": (19.1, 8.3),
+}
+"""Of four and of eight A100 over PCIe, GB/s, in MooreThreads/SimuMax at 4dcaae5, configs/system/a100_pcie.json."""
+
+
+@pytest.mark.parametrize("where", [{}, {"inside": "pcie 31.5 GB/s"}])
+def test_eight_cards_share_what_connects_two_processors(where, tmp_path):
+    file = tmp_path / "cards.yaml"
+    file.write_text(yaml.safe_dump({"gpu": "a100-pcie", "num_gpus": 8, "gpus_per_node": 8, **where}))
+    cluster = load_cluster(str(file))
+    card = with_inside(load_profile("a100-pcie"), cluster).collective
+    for kind, published in BUS_OF_CARDS.items():
+        for ranks, bus in zip((4, 8), published, strict=True):
+            took = float(collective_seconds(card, kind, 2**30, ranks))
+            moved = float(wire_bytes(kind, 2**30, ranks))
+            assert moved / took / 1e9 == pytest.approx(bus, rel=0.15), (kind, ranks)
+    alone, all_of_them = (float(transfer_seconds(card, 2**28, ranks)) for ranks in (4, 8))
+    assert all_of_them == pytest.approx(alone * 20.8 / 12.6, rel=0.05)
+    assert float(transfer_seconds(card, 2**28, 8, 2)) == alone
+
+
+def test_bytes_over_pcie_take_as_long_at_every_size():
+    """As on A100 over PCIe, where a latency of some 10 us and one rate describe all sizes (MooreThreads/SimuMax at
+    4dcaae5, configs/system/a100_pcie.json)."""
+    card, nvlink = (load_profile(name).collective for name in ("a100-pcie", "h200"))
+    sizes = 2.0 ** np.arange(20, 31)
+    for kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        took, fast = (collective_seconds(params, kind, sizes, 8) for params in (card, nvlink))
+        bus = sizes * 7 / 8 / took
+        assert (np.diff(bus) > 0).all()
+        assert bus[2] > 0.8 * bus[-1]
+        assert (took > fast).all()
+
+
+def test_a_faster_port_does_not_help_what_waits_for_steps():
+    b200, h200 = (load_profile(name).collective for name in ("b200", "h200"))
+    small, large = (
+        [float(collective_seconds(params, "all_gather", nbytes, 8)) for params in (b200, h200)]
+        for nbytes in (2**18, 2**32)
+    )
+    assert small[0] > 0.9 * small[1]
+    assert large[0] == pytest.approx(large[1] / 2, rel=0.02)
 
 
 def test_a_flow_on_h800_is_bound_by_its_channels_and_not_by_its_port():
@@ -200,7 +279,7 @@ def test_less_power_is_slower_products_and_only_then_attention():
 
 def test_what_is_less_alike_is_less_sure():
     h200 = gpu_named("h200")
-    assert [unlike(h200, gpu_named(name)) for name in ("h20", "b200")] == [0, 2]
+    assert [unlike(h200, gpu_named(name)) for name in ("h800", "h20", "b200")] == [0, 1, 2]
     assert unlike(gpu_named("b200"), gpu_named("gb300")) == 1
     for model, how in DERIVED.items():
         assert list(how) == sorted(how), model
@@ -251,14 +330,69 @@ def test_a_changed_description_is_never_priced_by_an_old_one(tmp_path):
     assert times[1] > times[0]
 
 
-def test_left_out_gpus_are_predicted_as_well_as_was_hoped():
-    """Attention kernels and products of A100, H100, H200 and B200 from the other GPUs."""
-    found = [row for row in rows(["a100", "b200"]) if row.table not in ("b200", "simumax")]
-    assert {row.gpu for row in found} == {"a100", "b200"}
-    for row in found:
-        check(f"left-out {row.gpu}, {row.model.removeprefix('attention ')}", row.mean_absolute)
-    inside = np.average([row.covered for row in found], weights=[row.points for row in found])
+@pytest.fixture(scope="module")
+def left_out_rows():
+    return list(rows(["a100", "a100-pcie", "h20", "b200", "gb200", "gb300"]))
+
+
+LEFT_OUT = [name for name in TARGETS if name.startswith("left-out ")]
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_left_out_gpus_are_predicted_as_well_as_was_hoped(name, left_out_rows):
+    """Attention kernels and products of published tables from the other GPUs."""
+    for row in left_out_rows:
+        if row.key not in APART and name == f"left-out {row.gpu}, {row.model.removeprefix('attention ')}":
+            check(name, row.mean_absolute)
+
+
+def test_every_left_out_row_has_a_target_or_stands_apart_and_nine_of_ten_calls_are_inside(left_out_rows):
+    compared = [row for row in left_out_rows if row.key not in APART]
+    assert {f"left-out {row.gpu}, {row.model.removeprefix('attention ')}" for row in compared} == set(LEFT_OUT)
+    inside = np.average([row.covered for row in compared], weights=[row.points for row in compared])
     assert inside >= 0.85
+    text = table_of(left_out_rows)
+    assert "Apart, and why" in text
+    assert all(reason in text for key, reason in APART.items() if not key.startswith("h100"))
+
+
+def test_code_of_one_version_says_nothing_of_another():
+    b200, gb200, old = gpu_named("b200"), gpu_named("gb200"), (("cudnn", 91301),)
+    new = derived_profile(b200, without="b200")
+    asked = derived_profile(b200, without="b200", versions=old)
+    assert seconds(new, "cudnn", "bwd") < 0.9 * seconds(asked, "cudnn", "bwd")  # Hopper's, moved
+    assert seconds(new, "fa4", "bwd") == seconds(asked, "fa4", "bwd")
+    nearest = moved(load_profile("b200"), b200, gb200)
+    only = derived_profile(gb200, without="gb200", versions=old)
+    assert only.attention["cudnn", "bwd"].pair_s == pytest.approx(nearest.attention["cudnn", "bwd"].pair_s)
+    assert {lender.profile.name: lender.versions.get("cudnn") for lender in lenders()} | {"b200-magi": None} == {
+        "a100": None,
+        "a100-pcie": 92700,
+        "b200": 91301,
+        "b200-magi": None,
+        "gb200": 92200,
+        "gb300": 92200,
+        "h100": 91900,
+        "h100-fa3": None,
+        "h200": 91900,
+    }
+
+
+def test_on_blackwell_all_ends_of_tiles_but_the_last_are_hidden():
+    theirs, mine = (load_profile(name).layers.gemm for name in ("h200", "b200"))
+    end_s = theirs.tile_s * 1980 / 1965
+    assert mine.tile_s == 0
+    assert mine.call_s == pytest.approx(theirs.call_s + end_s, rel=1e-5)
+    short, long = (float(gemm_seconds(mine, 8192, 8192, k)) for k in (512, 16384))
+    assert 2 * 8192**2 * 512 / short > 0.85 * 2 * 8192**2 * 16384 / long  # on GB300 0.88 (triton pull request 740)
+
+
+def test_slower_tensor_cores_alone_take_as_much_longer_as_they_are_slower():
+    h100, h20 = load_profile("h100"), load_profile("h20")
+    for kernel in ("fa4", "cudnn"):
+        before, after = (p.attention[kernel, "fwd"].pair_s * 1.98e9 for p in (h100, h20))
+        assert after - before == pytest.approx((4 * 128 / 1024 - 4 * 128 / 4096) / 0.9, rel=0.01)
+        assert after < 4 * before
 
 
 def test_what_was_left_out_lends_nothing():
@@ -273,3 +407,14 @@ def test_a_description_needs_no_more_than_a_data_sheets_first_lines():
     assert gpu.port_bytes_per_s == pytest.approx(63e9, rel=0.01)
     assert gpu.fp8_ratio == 2
     assert derived_profile(gpu).layers
+
+
+def test_kernels_that_a_published_profile_lacks_are_those_of_its_family():
+    a100, card = (load_profile(name) for name in ("a100", "a100-pcie"))
+    per_pair = card.attention["cudnn", "fwd"].pair_s
+    assert a100.attention["cudnn", "fwd"].pair_s == pytest.approx(per_pair)
+    assert a100.grade.endswith("; of these cudnn from GPUs alike")
+    gb300 = load_profile("gb300")
+    ratio = gb300.attention["fa4", "bwd"].pair_s / load_profile("gb200").attention["fa4", "bwd"].pair_s
+    assert 0.9 < ratio < 1.05
+    assert "GPUs alike" not in load_profile("h100-fa3").grade

@@ -121,7 +121,6 @@ def test_logs_of_a_node_replace_the_network_of_a_profile(write, tmp_path):
     ("text", "match"),
     [
         ("nothing", "expected rows of an nccl-tests log"),
-        (log("all_gather", ["a"], 1e-5, 3e11).replace("# ", "  "), "."),
         ("\n".join(log("all_gather", ["a"], 1e-5, 3e11).splitlines()[12:]), "without a list of ranks"),
         (log("all_gather", ["a"], 1e-5, 3e11).replace("  0  ", "  ", 99), "."),
         (log("broadcast", ["a"], 1e-5, 3e11, named=False, sizes=range(4, 6)), "which test is this"),
@@ -148,6 +147,38 @@ def test_a_table_may_give_times_instead_of_rates(write):
     text = "gpu,kernel,pass,mask,tokens,heads,ms\nh100,fa3,fwd,causal,8k,64,12.5\n"
     _, (point,), _ = read_kernel_table(write("x.csv", text), Table())
     assert point["samples_s"] == [0.0125]
+
+
+def timed(host_ms, lengths=(1, 2, 4, 8, 16, 32), grows=0.0):
+    """A table of calls at 1 PFLOP/s that wait for their host, or lose time that grows with their length."""
+    rows = [
+        f"b200,fa4,bwd,{mask},{n}k,64,{5 * (n * 1024) ** 2 * 64 * 128 * share / 1e12 + host_ms + grows * n:.6f}"
+        for mask, share in (("full", 2), ("causal", 1))
+        for n in lengths
+    ]
+    return "gpu,kernel,pass,mask,tokens,heads,ms\n" + "\n".join(rows) + "\n"
+
+
+def test_what_every_call_of_a_table_takes_beyond_its_rate_is_its_hosts(write):
+    _, points, left = read_kernel_table(write("x.csv", timed(0.5)), Table())
+    assert [line for line in left if "host" in line] == [
+        "0.49 ms of each call of fa4 bwd: as long at every length, so its host's"
+    ]
+    flop = 10 * 4096**2 * 64 * 128
+    assert points[0]["samples_s"][0] == pytest.approx(flop / 1e15, rel=0.02)
+    for others in (timed(0.0), timed(0.0, grows=0.1), timed(0.5, (1, 32))):
+        assert not [line for line in read_kernel_table(write("x.csv", others), Table())[2] if "host" in line]
+
+
+def test_a_table_says_of_which_cudnn_it_is(write):
+    head = "gpu,kernel,pass,mask,tokens,heads,ms,version\n"
+    rows = ["9.13.1 at 0b1577c", "9.10.2", "of December 2025"]
+    text = head + "".join(
+        f"b200,cudnn,fwd,full,{8 * (i + 1)}k,64,{9 * (i + 1)},cuDNN {v}\n" for i, v in enumerate(rows)
+    )
+    assert read_kernel_table(write("x.csv", text), Table())[0]["kernels"] == {"cudnn": "91301"}
+    assert "kernels" not in read_kernel_table(write("x.csv", text.replace("cuDNN", "")), Table())[0]
+    assert "kernels" not in read_kernel_table(write("x.csv", text.replace("cudnn", "fa4")), Table())[0]
 
 
 def test_documents_of_a_table_are_sequences(write):

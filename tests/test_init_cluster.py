@@ -12,6 +12,7 @@ from cpsim import predict
 from cpsim.calibrate.describe import QUESTIONS
 from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
+from cpsim.case.transports import constants
 
 LOGS = Path(__file__).parent / "logs"
 CASE = {"tokens_per_gpu": 4096, "heads": 8, "kv_heads": 8, "mask": "causal", "strategy": "ring"}
@@ -35,8 +36,22 @@ def test_a_gpu_and_nics_are_enough(init):
     assert cluster.fabric.transport == "roce"
     assert "nics: 4 x 200G  # as said" in text
     assert "transport: roce  # usual" in text
-    assert "# nic_bandwidth_bytes_per_s: 2.3e+10" in text
+    assert f"# nic_bandwidth_bytes_per_s: {25e9 * constants().transports['roce'].share:.4g}" in text
     assert cluster.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "domain", "inside"),
+    [
+        ("GB200 NVL72", 72, "nvlink 900 GB/s"),
+        ("mi300x", 8, "xgmi 448 GB/s"),
+        ("L40S", 8, "pcie without p2p 16 GB/s"),
+    ],
+)
+def test_what_is_usual_goes_by_the_gpu(init, gpu, domain, inside):
+    cluster, text, _ = init("--gpu", gpu)
+    assert cluster.gpus_per_node == domain
+    assert f"# inside: {inside}" in text
 
 
 def test_what_it_writes_predicts(init, tmp_path):
@@ -61,8 +76,9 @@ def test_files_of_a_node_are_read(init, tmp_path):
     assert (cluster.gpus_per_node, cluster.fabric.nics_per_node, cluster.fabric.transport) == (4, 2, "infiniband")
     assert cluster.inside is None  # as its profile was measured
     assert "gpus_per_node: 4  # topo.txt" in text
-    assert "2 NICs, of unknown rate" in notes[0]
-    assert "mlx5_3" in notes[1]
+    assert [note.partition(": ")[2] for note in notes] == ["left out, as other ports are faster together: mlx5_3"]
+    alone = init(tmp_path / "topo.txt", "--gpu", "h100")[2]
+    assert "2 NICs, of unknown rate: add the output of ibstat, or --nics '2 x 400G'" in alone[0]
 
 
 def test_pcie_is_not_taken_for_nvlink(init, tmp_path):
@@ -74,7 +90,14 @@ def test_pcie_is_not_taken_for_nvlink(init, tmp_path):
         for name in (str(tmp_path / "mine.yaml"), "p4de")
     )
     assert mine.time_s > 1.5 * nvlink.time_s
-    assert any("pcie of 32 GB/s" in note for note in mine.notes)
+    assert any("pcie of 31.5 GB/s" in note for note in mine.notes)
+
+
+@pytest.mark.parametrize(("gpu", "rate", "said"), [("h100 nvl", 63e9, "h100-nvl"), ("l40s", 31.5e9, "l40s")])
+def test_pcie_is_that_of_the_gpu(init, gpu, rate, said):
+    cluster, _, notes = init(LOGS / "topo.txt", "--gpu", gpu)
+    assert (cluster.gpu.name, cluster.inside.link, cluster.inside.port_bandwidth_bytes_per_s) == (said, "pcie", rate)
+    assert f"PCIe taken to be {rate / 1e9:g} GB/s, as the data sheet of {said} says" in notes[0]
 
 
 def test_logs_set_the_network(init):
@@ -111,7 +134,7 @@ def test_questions_are_asked_of_people(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ((), "which GPU? --gpu a100|a100-40gb|a100-pcie|h100|"),
+        ((), "which GPU? --gpu a100|a100-40gb|a100-pcie|"),
         (("--gpu", "x900"), "gpu: 'x900' is unknown"),
         (("--gpu", "h100", "--nics", "many"), "nics: expected their number and line rate"),
         (("--gpu", "h100", "--inside", "ropes"), "inside: expected a link"),

@@ -12,9 +12,9 @@ from cpsim.case.load import scenario_from
 from cpsim.case.transports import FILE, Inside, constants
 from cpsim.models.network.collective import COLLECTIVES, collective_seconds, wire_bytes
 from cpsim.models.network.nccl import Machine, collective_params, machine_of, seconds, way
-from studies.collectives.__main__ import inside
+from studies.collectives.__main__ import disputes, inside
 from studies.collectives.fit import fit, left_out, predicted, spread_of
-from studies.collectives.rows import CLUSTERS, ONE_NODE, read
+from studies.collectives.rows import CLUSTERS, DISPUTED, ONE_NODE, read
 
 GIB = 2.0**30
 H100 = Inside(link="nvlink", port_bandwidth_bytes_per_s=450e9, nvls=True)
@@ -84,7 +84,7 @@ def rows():
 
 def test_rows_are_published_ones_and_what_is_left_out_says_why(rows):
     left = read()[1]
-    assert len(rows) + sum(left.values()) == 264 + 33
+    assert len(rows) + sum(left.values()) == 264 + 39
     assert {row.cluster for row in rows} == set(CLUSTERS)
     assert sum(left.values()) == 80 + 20 + 3
 
@@ -126,6 +126,10 @@ def test_clusters_of_all_logs_that_were_left_out(rows, errors):
     assert 0.85 <= inside(rows, errors).mean() <= 0.95
     assert constants().transports["efa"].sigma_log == pytest.approx(spread_of(errors), rel=0.02)
     check("clusters left out, more logs, mean", np.abs(np.expm1(errors)).mean())
+    for kind in ("all_reduce", "all_gather"):
+        mine = np.array([row.kind == kind and row.cluster not in DISPUTED for row in rows])
+        check(f"clusters left out, undisputed, {kind.replace('_', '-')}, mean", np.abs(np.expm1(errors[mine])).mean())
+    assert [line.partition(" takes ")[0] for line in disputes(rows)] == list(DISPUTED)
 
 
 def test_a_cluster_that_was_left_out(rows):

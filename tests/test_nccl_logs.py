@@ -56,6 +56,41 @@ def test_what_a_log_cannot_tell_is_asked_for(name, match):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "2025-05-22T07:36:17.123456789Z {}",  # kubectl logs --timestamps
+        "[2025-05-22 07:36:17] {}",
+        ">        [1,0]<stdout>:{}",  # quoted in a letter
+        "gpu-node-1: {}",  # pdsh
+        "[pod/nccl-launcher-x7k/nccl] {}",
+        "\x1b[32m{}\x1b[0m",
+    ],
+)
+def test_what_tools_put_before_lines_is_no_part_of_them(before, write):
+    text = "mpirun -np 16 ./all_gather_perf -b 1M -e 1G\n" + log("all_gather", ["a", "b"], 1e-5, 3e11)
+    plain, other = (
+        read_nccl_log(write(f"{i}.log", text))
+        for i, text in enumerate([text, "\n".join(before.format(line) for line in text.split("\n"))])
+    )
+    assert other.points == plain.points
+    assert shapes(plain.points) == {("fabric", "all_gather", 16, 2)}
+
+
+def test_words_with_a_colon_are_no_tags_unless_a_test_prints_behind_them(write):
+    text = "Running: ./alltoall_perf -b 1M\nsrun: job 12 queued\nnote: # Rank lists follow\n"
+    found = read_nccl_log(write("x.log", text + log("alltoall", ["a"], 1e-5, 3e11, named=False)))
+    assert shapes(found.points) == {("collective", "all_to_all", 8, 1)}
+
+
+def test_marks_of_comments_and_names_of_hosts_may_be_lost(write):
+    text = "all_reduce_perf -b 1M\n" + log("all_reduce", ["a"], 1e-5, 3e11)
+    plain = read_nccl_log(write("x.log", text)).points
+    assert read_nccl_log(write("y.log", text.replace("#", " "))).points == plain
+    assert text.count(" on          a device") == 8
+    assert read_nccl_log(write("z.log", text.replace(" on          a device", " on        device"))).points == plain
+
+
 def test_what_people_say_completes_a_log():
     found = read_nccl_log(LOGS / "no-ranks-sendrecv.log", Said(gpu="h100"))
     assert shapes(found.points) == {("transfer", "ring", 8, 1)}
@@ -248,8 +283,37 @@ def test_a_matrix_of_links(write):
     assert (bridged.num_gpus, bridged.links, bridged.bridged, bridged.across_sockets) == (8, 0, 12, True)
 
 
-def test_ports_of_the_network(write):
-    found = read_node(write("ib.txt", IBSTAT))
+def test_a_column_of_numa_nodes_is_no_nic(write):
+    header, *rows = MATRIX.split("\n")
+    text = "\n".join(
+        [f"\x1b[4m{header.lstrip()}\tNUMA Affinity\tGPU NUMA ID\x1b[0m", *(f"{row}\t0\tN/A" for row in rows)]
+    )
+    assert read_node(write("topo.txt", text.replace("\n", "\r\n"))).num_nics == 2
+
+
+IBSTATUS = "".join(
+    f"""Infiniband device '{name}' port 1 status:
+\tdefault gid:\t fe80:0000:0000:0000:b83f:d203:00c8:0000
+\tbase lid:\t 0x11
+\tsm lid:\t\t 0x1
+\tstate:\t\t {state}
+\tphys state:\t 5: LinkUp
+\trate:\t\t {rate}
+\tlink_layer:\t {layer}
+
+"""
+    for name, state, rate, layer in (
+        ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"),
+        ("mlx5_1", "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"),
+        ("mlx5_2", "1: DOWN", "40 Gb/sec (4X QDR)", "Ethernet"),
+        ("mlx5_3", "4: ACTIVE", "100 Gb/sec (4X EDR)", "Ethernet"),
+    )
+)
+
+
+@pytest.mark.parametrize("text", [IBSTAT, IBSTATUS])
+def test_ports_of_the_network(write, text):
+    found = read_node(write("ib.txt", text))
     assert isinstance(found, Nics)
     assert (found.count, found.line_bytes_per_s, found.transport) == (2, 50e9, "infiniband")
     assert "mlx5_3" in found.notes[0]

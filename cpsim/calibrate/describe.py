@@ -14,7 +14,7 @@ from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.nccl_logs import Said, missing, read_nccl_log
 from cpsim.calibrate.topology import Nics, read_node
 from cpsim.case.cluster import Cluster, Fabric, cluster_from, presets
-from cpsim.case.gpu import gpu_of_driver, gpus
+from cpsim.case.gpu import AMD, gpu_of_driver, gpus
 from cpsim.errors import CpsimError
 from cpsim.models.network.nccl import SMALLEST_BYTES, SWITCHES_FROM
 
@@ -56,6 +56,8 @@ class Found:
     logs: tuple[str, ...] = ()
     """Their names."""
     notes: tuple[str, ...] = ()
+    nics_seen: tuple[str, ...] = ()
+    """NICs whose rate no file says, in words."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """By field: where it is from."""
 
@@ -76,8 +78,14 @@ class Found:
                 "--inside 'nvlink 450 GB/s', --nics '4 x 200G', --transport roce, or files of nvidia-smi topo -m, "
                 "ibstat, nccl-tests"
             )
-        usual = {name: value for name, value in USUAL.items() if getattr(self, name) is None}
+        usual = {name: value for name, value in usual_of(self.gpu).items() if getattr(self, name) is None}
         return replace(self, sources={**dict.fromkeys(usual, "usual"), **self.sources}, **usual)  # type: ignore[arg-type]
+
+
+def usual_of(gpu: str | None) -> dict[str, str]:
+    """What is taken of a GPU's machines where nobody says more."""
+    known = gpu_of_driver(gpu or "")
+    return {**USUAL, **({"gpus_per_node": str(known.gpus_per_node)} if known else {})}
 
 
 def gpu_name(driver: str) -> str:
@@ -102,16 +110,18 @@ def read_files(paths: Sequence[Path], said: Said) -> Found:
         elif node is not None:
             port = node.port_bytes_per_s(said.gpu or found.gpu or "")
             known = gpu_of_driver(said.gpu or found.gpu or "")
-            inside = f"nvlink {port / 1e9:g} GB/s" if node.links else "pcie 32 GB/s"
+            pcie = known.host_link_bytes_per_s / 1e9 if known else 32
+            inside = f"nvlink {port / 1e9:g} GB/s" if node.links else f"pcie {pcie:g} GB/s"
             inside += " nvls" if node.links and port >= SWITCHES_FROM else ""
             inside = MEASURED if port and known and known.nvlink_bytes_per_s == port else inside
             found = _from(found, path, gpus_per_node=str(node.num_gpus), inside=inside)
-            if node.num_nics and found.nics is None:
+            if node.num_nics:
                 rate = f"{path}: {node.num_nics} NICs, of unknown rate: add the output of ibstat, or --nics"
-                found = replace(found, notes=(*found.notes, f"{rate} '{node.num_nics} x 400G'"))
+                found = replace(found, nics_seen=(*found.nics_seen, f"{rate} '{node.num_nics} x 400G'"))
             if not node.links:
                 bridges = f"NV{node.bridged} between some pairs is left out; " if node.bridged else ""
-                note = f"{path}: {bridges}PCIe taken to be 16 lanes of 4.0; say --inside 'pcie 64 GB/s' for 5.0"
+                why = f"as the data sheet of {known.name} says" if known else "16 lanes of 4.0"
+                note = f"{path}: {bridges}PCIe taken to be {pcie:g} GB/s, {why}; say --inside 'pcie 16 GB/s' of others"
                 found = replace(found, notes=(*found.notes, note))
         else:
             found = _from_log(found, path, said)
@@ -148,7 +158,7 @@ def described(found: Found, name: str) -> tuple[Cluster, list[str]]:
     Raises:
         CpsimError: answers that a cluster file cannot hold.
     """
-    notes = [*found.notes]
+    notes = [*found.notes, *(found.nics_seen if found.nics is None or found.nics.lower() == NONE else ())]
     cluster = cluster_from(short_fields(found, name))
     between = [p for p in found.points if p["op"] == "fabric" and "flows" not in p and p["nbytes"] >= SMALLEST_BYTES]
     if between and cluster.fabric is None:
@@ -201,7 +211,10 @@ def as_file(found: Found, cluster: Cluster, command: str) -> str:
         lines += ["# one GPU's port in one direction; `nvls` where NVLink switches add", f"inside: {short['inside']}"]
         lines[-1] += where["inside"]
     else:
-        lines += ["# links inside a node are the profile's; others would be, e.g.:", "# inside: nvlink 450 GB/s nvls"]
+        gpu = cluster.gpu
+        links = f"{'xgmi' if gpu.architecture in AMD else 'nvlink'} {gpu.port_bytes_per_s / 1e9:g} GB/s"
+        link = links if gpu.nvlink_bytes_per_s else "pcie without p2p 16 GB/s"
+        lines += ["# links inside a node are the profile's; others would be, e.g.:", f"# inside: {link}"]
     if cluster.fabric is None:
         lines += ["# one node; a network between nodes would be, e.g.:", "# fabric: {nics: 4 x 200G, transport: roce}"]
     else:

@@ -182,7 +182,9 @@ def _completed(
     grade = profile.grade
     if published:
         varlen = any(p["varlen"] for p in points if p["op"] == "attention")
-        grade = f"kernels from published figures{'' if varlen else ' of single documents'}"
+        newest = max((int(m.header.get("kernels", {}).get("cudnn", 0)) for m in kernels), default=0)
+        of_code = f" (cuDNN up to {newest // 10_000}.{newest // 100 % 100})" if newest else ""
+        grade = f"kernels from published figures{'' if varlen else ' of single documents'}{of_code}"
         mine = {f"attention {pass_} {kernel}" for kernel, pass_ in profile.attention}
         wider = {model: float(np.hypot(sigma, PUBLISHED * (model in mine))) for model, sigma in profile.sigma.items()}
         profile = replace(profile, sigma=wider)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.nccl_logs import Said, missing, read_nccl_log
@@ -30,6 +33,7 @@ _CAUSAL: Final = {"full": False, "causal": True, "full_document": False, "causal
 """Masks of plain calls, and whether they are causal."""
 _WINDOWS: Final = {"causal_sliding_window": 0, "full_sliding_window": UNCUT}
 """Masks of windows: keys after a query's own that it sees; UNCUT: as many as before."""
+_CUDNN: Final = re.compile(r"cuDNN (\d{1,2})\.(\d{1,2})(?:\.(\d{1,2}))?\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +54,8 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     documents (lengths separated by spaces, or packs as `packs_of` reads them, whose mean rate stands for that of the
     pack with the median area; one of all tokens where there are none), tokens (8192 or 8k), tflops or ms, and where not
     given otherwise gpu, heads, kv_heads, head_dim; value_dim where values have another size; rested (yes) where pauses
-    between calls keep the full clock; device (yes) where times hold no launches. Lines that begin with # say where the
-    table comes from.
+    between calls keep the full clock; device (yes) where times hold no launches; version, of which that of cuDNN is
+    kept (cuDNN 9.13.1). Lines that begin with # say where the table comes from.
 
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
@@ -68,9 +72,12 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     points: list[Point] = []
     timed: list[Point] = []
     left: dict[str, int] = {}
+    versions: dict[str, int] = {}
     for number, row in table:
         if row.get("gpu", gpu) != gpu:
             continue
+        if (version := _version(row)) is not None:
+            versions[row["kernel"]] = max(version, versions.get(row["kernel"], 0))
         reason = _unknown(row)
         if reason:
             left[reason] = left.get(reason, 0) + 1
@@ -82,10 +89,16 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
         if _is_yes(row, "device"):
             timed.append(points.pop())
     header = {"gpu": gpu, "num_gpus": 1, "num_sms": _num_sms(gpu, given), "published": source or path.name}
-    kept = timed + _long_enough(points)
-    if len(kept) < len(timed) + len(points):
-        left["near the shortest of their kernel, so that launches may decide"] = len(timed) + len(points) - len(kept)
-    return header, kept, [f"{count} rows: {reason}" for reason, count in left.items()]
+    if versions:
+        header["kernels"] = {kernel: str(version) for kernel, version in sorted(versions.items())}
+    kept, hosts = _long_enough(points), _hosts_seconds(points)
+    if len(kept) < len(points):
+        left["near the shortest of their kernel, so that launches may decide"] = len(points) - len(kept)
+    kept = [p | {"samples_s": [p["samples_s"][0] - hosts.get((p["kernel"], p["pass"]), 0.0)]} for p in kept]
+    words = [f"{count} rows: {reason}" for reason, count in left.items()]
+    for (kernel, pass_), seconds in hosts.items():
+        words.append(f"{seconds * 1e3:.2f} ms of each call of {kernel} {pass_}: as long at every length, so its host's")
+    return header, timed + kept, words
 
 
 def _long_enough(points: Sequence[Point]) -> list[Point]:
@@ -95,6 +108,55 @@ def _long_enough(points: Sequence[Point]) -> list[Point]:
         key = p["kernel"], p["pass"]
         floor[key] = min(p["samples_s"][0], floor.get(key, float("inf")))
     return [p for p in points if is_long(p["samples_s"][0], floor[p["kernel"], p["pass"]])]
+
+
+ALIKE: Final = 0.2
+"""Share of a call's time beyond its rate that tells of its host, and how far such times lie from their median at most,
+relative, where they are the same at every length."""
+FEWEST: Final = 3
+"""Lengths of each mask that tell."""
+
+
+def _hosts_seconds(points: Sequence[Point]) -> dict[tuple[str, str], float]:
+    """Seconds that the host adds to every call of a kernel and pass, where calls show that.
+
+    A call that is timed between two events waits for its host, whatever its length: shorter ones take as much more than
+    the rate of the longest at every length, under every mask; the least of that is certainly not the kernel's. Where it
+    falls with the length, launches hide behind kernels; where it grows, it is the kernel's own.
+    """
+    by_mask: dict[tuple[str, str], dict[bool, list[Point]]] = {}
+    for p in points:
+        if len(p["q_lens"]) == 1 and not ({"rested", "mask", "window"} & p.keys()):
+            by_mask.setdefault((p["kernel"], p["pass"]), {}).setdefault(p["causal"], []).append(p)
+    found = {}
+    for key, masks in by_mask.items():
+        each = [_beyond_rate(mine) for mine in masks.values()]
+        together = [seconds for beyond in each for seconds in beyond]
+        if min(map(len, each)) >= FEWEST and np.ptp(together) <= 2 * ALIKE * np.median(together):
+            found[key] = min(together)
+    return found
+
+
+def _beyond_rate(points: Sequence[Point]) -> list[float]:
+    """Seconds that shorter calls under one mask take beyond the rate of the longest, where that is a good part."""
+    *shorter, longest = sorted(points, key=_work)
+    slowness = longest["samples_s"][0] / _work(longest)
+    beyond = [(p["samples_s"][0] - _work(p) * slowness, p["samples_s"][0]) for p in shorter]
+    return [more for more, seconds in beyond if more > ALIKE * seconds]
+
+
+def _work(point: Point) -> float:
+    """Pairs of query and key times heads and their dimension."""
+    area = sum(n * (n + 1) / 2 if point["causal"] else n * n for n in point["q_lens"])
+    return float(area * point["num_heads"] * point["head_dim"])
+
+
+def _version(row: dict[str, str]) -> int | None:
+    """Of cuDNN, as it counts: 91301 for 9.13.1."""
+    if row["kernel"] != "cudnn" or not (said := _CUDNN.search(row.get("version", ""))):
+        return None
+    major, minor, patch = (int(number or 0) for number in said.groups())
+    return major * 10_000 + minor * 100 + patch
 
 
 def _unknown(row: dict[str, str]) -> str:

@@ -2,11 +2,11 @@
 
 A log holds what `all_gather_perf`, `reduce_scatter_perf`, `alltoall_perf`, `all_reduce_perf` or `sendrecv_perf` print,
 one test after another: the ranks with their hosts and GPUs, then a row for every size. Lines may carry the tag of a
-launcher (`[1,0]<stdout>:`, `[0]`, `0:`); what one tag printed is one stream, so programs that ran side by side are told
-apart. The JSON of `-J` is read, too. Times are those of calls in place for all-reduce and out of place for the others,
-as schedules make them. They are means over calls back to back, so small sizes look faster than they are in a program.
-On one host rows become points of op `collective` or `transfer`, on several of op `fabric`; hosts that share an NVLink
-domain are one.
+launcher (`[1,0]<stdout>:`, `[0]`, `0:`, `node-1:`); what one tag printed is one stream, so programs that ran side by
+side are told apart. Times of day, colours and marks of quotation before it are taken off. The JSON of `-J` is read,
+too. Times are those of calls in place for all-reduce and out of place for the others, as schedules make them. They are
+means over calls back to back, so small sizes look faster than they are in a program. On one host rows become points of
+op `collective` or `transfer`, on several of op `fabric`; hosts that share an NVLink domain are one.
 
 Reference: NVIDIA nccl-tests 2.0 to 2.18, src/common.cu and src/util.cu (columns, JSON), doc/PERFORMANCE.md (sizes, bus
 bandwidth).
@@ -27,9 +27,16 @@ from cpsim.errors import ProfileError, shown
 from cpsim.units import Quantity
 
 _RANK: Final = re.compile(
-    r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]+\]\s+(.+?)\s*$"
+    r"\bRank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(?:(\S+)\s+)?device\s+\d+\s+\[[^\]]+\]\s+(.+?)\s*$"
 )
-_TAG: Final = re.compile(r"(\[\d+(?:,\d+)?\](?:<std\w+>)?:?|\[\w+\d+\]:|\d+:|[\w.-]+ \|)(?=\s|#)\s?")
+_BEFORE: Final = re.compile(
+    r"(?:[>\s]*>)?\s*(?=\[\d+,)"  # quoted, before a tag
+    r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*(?:Z|[+-]\d\d:?\d\d)?\]? ?"
+)
+_COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
+_TAG: Final = re.compile(
+    r"(\[\d+(?:,\d+)?\](?:<std\w+>)?:?|\[\w+\d+\]:|\[pod/[\w./-]+\]|[\w.-]{1,60}:|[\w.-]{1,60} \|)(?=\s|#)\s?"
+)
 _ROW: Final = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w*\s+\S")
 _HEADER: Final = re.compile(r"#?\s*(?:size|bytes)\s+(?:count|N)\s+type\s")
 _COMMAND: Final = re.compile(r"\b\w{1,60}_perf\w{0,60}\b.{0,2000}\s-")
@@ -147,7 +154,10 @@ def read_nccl_log(path: Path, said: Said | None = None) -> Log:
     tests = list(_json_tests(text, path)) if text.lstrip().startswith("{") else list(_tests(text, path))
     tests = [test for test in tests if test.rows]
     if not tests:
-        raise ProfileError(f"{path}: expected rows of an nccl-tests log (size, count, type, ...), got none")
+        raise ProfileError(
+            f"{path}: expected rows of an nccl-tests log (size, count, type, ...), got none; give what all_gather_perf "
+            "or another of its programs prints, or the JSON of its -J"
+        )
     others = [test.name for test in tests if _other(test)]
     tests = [_with_ranks(test, said, path) for test in tests if not _other(test)]
     known = ", ".join(f"{name}_perf" for name in _TESTS)
@@ -157,7 +167,9 @@ def read_nccl_log(path: Path, said: Said | None = None) -> Log:
     points = [point for test in tests for point in _points(test, said, notes, path)]
     gpus = {said.gpu} if said.gpu else {rank.gpu for test in tests for rank in test.ranks}
     if len(gpus) != 1:
-        raise ProfileError(f"{path}: expected GPUs of one type, got {shown(sorted(map(str, gpus)))}")
+        raise ProfileError(
+            f"{path}: expected GPUs of one type, got {shown(sorted(map(str, gpus)))}; say --gpu where they are alike"
+        )
     gpu = str(gpus.pop())
     if gpu == "NVIDIA Graphics Device":
         raise ProfileError(f"{path}: the driver calls the GPU 'NVIDIA Graphics Device'; say which it is: --gpu gb200")
@@ -176,15 +188,33 @@ def _version(text: str) -> str:
 
 def _tests(text: str, path: Path) -> Iterator[Test]:
     """Tests of all streams, each in the order of the log."""
+    lines = [
+        (number, _bare(line)) for number, line in enumerate(text.split("\n"), start=1) if len(line) <= LONGEST_LINE
+    ]
+    tagged = [(number, _TAG.match(line), line) for number, line in lines]
+    tags = {tag[1] for _, tag, line in tagged if tag and _prints(line[tag.end() :])}
     streams: dict[str, list[tuple[int, str]]] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        if len(line) <= LONGEST_LINE:
-            tag = _TAG.match(line)
-            kept = line[tag.end() :] if tag else line
-            if tag and tag[1].startswith("["):
+    for number, tag, line in tagged:
+        if tag is None or tag[1] not in tags:
+            streams.setdefault("", []).append((number, line))
+        else:
+            kept = line[tag.end() :]
+            if tag[1].startswith("["):
                 kept = kept.replace(tag[1], " ")  # some launchers tag what is printed, not lines
-            streams.setdefault(tag[1] if tag else "", []).append((number, kept))
-    return chain.from_iterable(_stream(lines, path) for lines in streams.values())
+            streams.setdefault(tag[1], []).append((number, kept))
+    return chain.from_iterable(_stream(some, path) for some in streams.values())
+
+
+def _bare(line: str) -> str:
+    """A line without what tools put before it: colours, the time of day, marks of a quotation."""
+    line = _COLOUR.sub("", line)
+    before = _BEFORE.match(line)
+    return line[before.end() :] if before else line
+
+
+def _prints(line: str) -> bool:
+    """Whether a line is of what a test prints: a rank, a header, or a row."""
+    return bool(_RANK.search(line) or _HEADER.match(line) or _ROW.match(line))
 
 
 def _stream(lines: Sequence[tuple[int, str]], path: Path) -> Iterator[Test]:
@@ -206,7 +236,7 @@ def _stream(lines: Sequence[tuple[int, str]], path: Path) -> Iterator[Test]:
         if not test.rows:
             test.name, test.command = name, command
         if rank:
-            test.ranks.append(Rank(number, int(rank[1]), int(rank[2] or 0), rank[3], rank[4]))
+            test.ranks.append(Rank(number, int(rank[1]), int(rank[2] or 0), rank[3] or "host", rank[4]))
         elif header:
             test.columns = _columns(line, number, path)
         elif _ROW.match(line):
@@ -233,7 +263,9 @@ def _row(cells: list[str], columns: tuple[str, ...], line: int) -> Row:
     if not columns and len(cells) == len(names) - 1:
         names.remove("root")
     if len(cells) < len(names) or (not columns and len(cells) != len(names)):
-        raise ValueError(f"expected {len(names)} columns, got {len(cells)}")
+        raise ValueError(
+            f"expected {len(names)} columns, got {len(cells)}; where the log was cut off, take the line out"
+        )
     starts = [i for i, name in enumerate(names) if name == "time"]
     if not starts:
         raise ValueError("expected a header with columns of times")

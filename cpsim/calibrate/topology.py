@@ -1,4 +1,4 @@
-"""What `nvidia-smi topo -m` and `ibstat` say of a node: its GPUs, what connects them, and its NICs.
+"""What `nvidia-smi topo -m` and `ibstat` or `ibstatus` say of a node: its GPUs, what connects them, and its NICs.
 
 Reference: nvidia-smi's legend (NV#, PIX, PXB, PHB, NODE, SYS); NVLink 2 to 4 carry 25 GB/s a link and direction, NVLink
 5 carries 50 (NVIDIA's data sheets of A100, H100 and B200).
@@ -15,7 +15,10 @@ from cpsim.case.files import as_profile_error, read_text
 from cpsim.errors import ProfileError, shown
 
 _LINK: Final = re.compile(r"X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|PHX")
-_PORT: Final = re.compile(r"CA '([^']{1,60})'(.*?)(?=\nCA '|\Z)", re.DOTALL)
+_PORT: Final = re.compile(
+    r"^(?:CA|Infiniband device) '([^']{1,60})'(.*?)(?=^(?:CA|Infiniband device) '|\Z)", re.DOTALL | re.MULTILINE
+)
+"""Of `ibstat` or `ibstatus`."""
 NVLINK_BYTES_PER_S: Final = 25e9
 NVLINK_5_BYTES_PER_S: Final = 50e9
 NVLINK_5: Final = ("b100", "b200", "b300", "gb200", "gb300")
@@ -49,7 +52,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Nics:
-    """Active ports of `ibstat`."""
+    """Active ports of `ibstat` or `ibstatus`."""
 
     count: int
     line_bytes_per_s: float
@@ -77,7 +80,7 @@ def read_node(path: Path) -> Topology | Nics | None:
         text = read_text(path)
     if re.search(r"^[ \t]{0,40}(?:\x1b\[4m)?[ \t]{0,40}GPU0[ \t]{1,40}GPU1\b", text, re.MULTILINE):
         return _topology(text, path)
-    if re.search(r"^CA '", text, re.MULTILINE):
+    if _PORT.search(text):
         return _nics(text, path)
     return None
 
@@ -85,8 +88,8 @@ def read_node(path: Path) -> Topology | Nics | None:
 def _topology(text: str, path: Path) -> Topology:
     lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", text).split("\n")]
     header = next(cells for cells in lines if cells[:2] == ["GPU0", "GPU1"])
-    names = [name for name in header if re.fullmatch(r"(?:GPU|NIC|mlx\d_|bnxt\w*|rdma\w*|ibp\w*)\w*", name)]
-    gpus = [name for name in names if re.fullmatch(r"GPU\d+", name)]
+    names = [name for name in header if re.fullmatch(r"(?:GPU\d|NIC\d|mlx\d_|bnxt|rdma|roce|ibp)\w*", name)]
+    gpus = [name for name in names if name.startswith("GPU")]
     rows = {cells[0]: cells[1 : 1 + len(names)] for cells in lines if cells and cells[0] in gpus and cells != header}
     pairs = [
         rows[name][k]
@@ -112,9 +115,10 @@ def _nics(text: str, path: Path) -> Nics:
     """The active ports of the rate that most of them have; slower ones are for other things."""
     ports: list[tuple[int, str, str]] = []
     for name, body in _PORT.findall(text):
-        state, found = re.search(r"State:\s*(\w+)", body), re.search(r"\bRate:\s*(\d{1,6})", body)
-        layer = re.search(r"Link layer:\s*(\w+)", body)
-        if state and found and state[1] == "Active":
+        state = re.search(r"^\s*state:\s*(?:\d+: )?(\w+)", body, re.IGNORECASE | re.MULTILINE)
+        found = re.search(r"\brate:\s*(\d{1,6})", body, re.IGNORECASE)
+        layer = re.search(r"link[ _]layer:\s*(\w+)", body, re.IGNORECASE)
+        if state and found and state[1].lower() == "active":
             ports.append((int(found[1]), "roce" if layer and layer[1] == "Ethernet" else "infiniband", name))
     if not ports:
         raise ProfileError(

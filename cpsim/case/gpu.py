@@ -137,12 +137,14 @@ def gpus() -> dict[str, Gpu]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of a name or alias, in letters of any case.
+    """The GPU of a name or alias, in letters of any case, or as its driver or maker calls it.
 
     Raises:
         ScenarioError: none has it; says the nearest and all that are known.
     """
     if (found := find_gpu(name)) is not None:
+        return found
+    if (found := gpu_of_driver(name)) is not None and set(_words(name)) <= {*found.name.split("-"), *_usual(name)}:
         return found
     close = nearest(name, _names())
     hint = f"{close}; " if close.startswith("did") else ""
@@ -161,10 +163,36 @@ def _names() -> dict[str, Gpu]:
     return {alias: gpu for gpu in gpus().values() for alias in (gpu.name, *gpu.aliases)}
 
 
+_USUAL: Final = re.compile(
+    r"nvidia|amd|instinct|tesla|tensor|core|gpu|accelerator|hgx|dgx|sxm\d?|oam|ac|hbm\d?e?|\d+g(?:i?b)?|pcie|nvl\d*"
+)
+"""Words around the name of a GPU that its maker uses."""
+CARDS: Final = frozenset({"pcie", "nvl"})
+"""Words that name a card, which other GPUs reach over PCIe."""
+MEMORY_OFF: Final = 0.15
+"""How far, relative, the memory in a name may be from what a driver says or a data sheet: binary and decimal units."""
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word]
+
+
+def _usual(text: str) -> list[str]:
+    return [word for word in _words(text) if _USUAL.fullmatch(word)]
+
+
 def gpu_of_driver(text: str) -> Gpu | None:
-    """The GPU that a driver means by a name such as `NVIDIA H100 80GB HBM3`, or None."""
+    """The GPU that a driver means by a name such as `NVIDIA H100 80GB HBM3`, or None: cards are no modules, and what a
+    name says of memory is true."""
     if (exact := find_gpu(text)) is not None:
         return exact
-    words = set(re.split(r"[^a-z0-9]+", text.lower()))
-    fitting = [gpu for gpu in gpus().values() if set(gpu.name.split("-")) <= words]
+    words = set(_words(text))
+    fitting = [gpu for gpu in gpus().values() if set(gpu.name.split("-")) <= words and _may_be(gpu, words)]
     return max(fitting, key=lambda gpu: len(gpu.name), default=None)
+
+
+def _may_be(gpu: Gpu, words: set[str]) -> bool:
+    """Whether nothing in a name says that it is another GPU."""
+    sizes = [int(size[1]) * 1e9 for word in words if (size := re.fullmatch(r"(\d{2,4})gi?b?", word))]
+    fits = all(abs(gpu.memory_bytes / size - 1) <= MEMORY_OFF for size in sizes)
+    return fits and not (words & CARDS and gpu.nvlink_bytes_per_s)

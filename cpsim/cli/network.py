@@ -128,11 +128,11 @@ def init_cluster(
 
 def _asked(found: Found) -> Found:
     """With answers to what is still open, where somebody is there to give them."""
-    from cpsim.calibrate.describe import NONE, QUESTIONS, USUAL
+    from cpsim.calibrate.describe import NONE, QUESTIONS, usual_of
 
     if not sys.stdin.isatty():
         return found
     for name, question in QUESTIONS.items():
         if getattr(found, name) is None and not (name == "transport" and found.nics in (None, NONE)):
-            found = found.known(**{name: str(typer.prompt(question, default=USUAL.get(name), err=True))})
+            found = found.known(**{name: str(typer.prompt(question, default=usual_of(found.gpu).get(name), err=True))})
     return found

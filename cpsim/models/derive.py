@@ -2,17 +2,20 @@
 
 * A kernel's thread block takes so many clocks on an SM. Kernels that feed the tensor cores themselves (wgmma, tcgen05,
   AMD's MFMA) are bound by the slowest of tensor cores, exponentials and, backward, shared memory, which overlap: clocks
-  follow a smooth maximum of the three. Those of `mma.sync` (flash-attention 2) are bound by the instructions of a warp
-  and take as many clocks on every NVIDIA GPU, unless its tensor cores are slower than that. Everything else of a block
-  follows the clock alone.
+  follow a smooth maximum of the three; where only tensor cores are slower, as on H20, the same code takes as many more
+  clocks as they do. Those of `mma.sync` (flash-attention 2) are bound by the instructions of a warp and take as many
+  clocks on every NVIDIA GPU, unless its tensor cores are slower than that. Everything else of a block follows the clock
+  alone.
 * What a GPU moves through memory follows its bandwidth, and the programs that move it SMs and clock; they overlap.
 * Long matrix products reach what the power limit leaves: as published, or as the most alike GPU's at a clock whose
   power fits the limit. The rate of attention kernels falls by as much of that as they draw beside products.
 * Launches, hosts and interference are kept.
 * Collectives follow the port to other GPUs of the node; a single flow is bound by NCCL's channels and by the port.
+  Those of cards that have PCIe only are as NCCL's algorithms have them.
 
-Kernels come from the most alike GPU that has them, all else from the most alike measured one. What is derived is as
-uncertain as such derivations were wrong for GPUs that were left out (`python -m studies.left_out`).
+Kernels come from the GPUs of the same family that have them in the same code, otherwise from all that have them; all
+else from the most alike measured one. What is derived is as uncertain as such derivations were wrong for GPUs that were
+left out (`python -m studies.left_out`).
 
 Reference: Zadouri et al., FlashAttention-4 (2026), sections 2 and 3: cycles of tensor cores, exponentials and shared
 memory for a tile on Blackwell.
@@ -21,19 +24,22 @@ Differs: cuDNN's tiles are not public; one law stands for all kernels that feed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.gpu import AMD, BLACKWELL, Gpu, gpus
+from cpsim.case.transports import Inside, constants
 from cpsim.models.attention.discrepancy import NONE
 from cpsim.models.attention.params import PER_PAIR, AttentionParams, attention_seconds
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import GemmParams
 from cpsim.models.network.collective import CollectiveParams, Curve
+from cpsim.models.network.nccl import collective_params
 from cpsim.models.parameters import POWER_OF_CLOCK, LayerCosts, Profile
 from cpsim.models.rates import moved_rates
 from cpsim.models.recurrent import costs_on
@@ -58,6 +64,9 @@ flash-attention 2 takes on H200 and H100, two blocks of an SM together."""
 WARP_OVERLAP: Final = 8.0
 """As OVERLAP, of these kernels and slower tensor cores: on RTX 4090, whose tensor cores need three times as long as its
 warps, they reach the peak (apache/tvm, tl_doc/flash_perf.md)."""
+WARP_RATE: Final = {"hopper": 0.63}
+"""Share of tensor cores' rate that `mma.sync` reaches, where that is not all: Luo et al., Benchmarking and Dissecting
+the Nvidia Hopper GPU Architecture (2024), section IV. On Blackwell it hardly matters, as warps take longer."""
 OF_WARPS: Final = ("fa2", "sdpa_flash", "flashinfer_fa2", "flash_mask", "fa2_sparse")
 """Kernels of `mma.sync`."""
 OF_MEMORY: Final = ("sdpa_math", "math")
@@ -81,6 +90,11 @@ LENT: Final[tuple[tuple[tuple[str, ...], Mapping[str, str]], ...]] = (
 )
 """Kernels that are other code on some architectures, and those that lend them their blocks: AMD's feed the matrix cores
 themselves, and cuDNN's before Hopper are of `mma.sync`."""
+REWRITTEN: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {"cudnn": (91700, BLACKWELL)}
+"""With which version a kernel became other code, as cuDNN counts, and where. One code's times say nothing of the other.
+
+Source: notes of releases 1.17 and 1.18 of NVIDIA/cudnn-frontend, whose tables of GB200 and GB300 were made again for
+them; calls take 8 to 18 % fewer clocks of an SM there than with 9.10 and 9.13 on B200, forward and backward."""
 TIMES_OF_BLOCKS: Final = (
     "block_s",
     "block_shared_s",
@@ -112,15 +126,14 @@ SCORES_FROM_MEMORY: Final = 0.66
 """Share of the time of kernels of OF_MEMORY that follows the bandwidth; the rest follows the clock: H100 and H200."""
 POWER_W: Final = 700.0
 """Power limit of a GPU that states none."""
-PCIE_GROUPS: Final = 0.54
-"""Bus bandwidth of collectives of more than two GPUs over PCIe, relative to one link: they share host bridges. Source:
-all-gathers of eight A100 PCIe, 13.5 GB/s (MooreThreads/SimuMax at 4dcaae5, configs/system/a100_pcie.json)."""
+CARDS_OF_NODE: Final = 8
+"""GPUs over PCIe of a node, at most."""
 
 FAMILIES: Final = (("ampere", "ada"), ("hopper",), BLACKWELL, AMD)
 """Architectures that are much alike."""
 DERIVED: Final[Mapping[str, tuple[float, float, float, float]]] = {
     "attention of warps": (0.03, 0.05, 0.06, 0.30),
-    "attention": (0.03, 0.12, 0.17, 0.30),
+    "attention": (0.03, 0.08, 0.17, 0.30),
     "matrix products": (0.06, 0.10, 0.15, 0.25),
     "memory-bound": (0.05, 0.08, 0.12, 0.20),
     "network": (0.15, 0.15, 0.25, 0.40),
@@ -130,7 +143,8 @@ and of another maker's; of left-out GPUs (`python -m studies.left_out`), and for
 LEAST_WEIGHT: Final = 0.1
 """Of a lender that counts, relative to the surest."""
 OTHER_CODE: Final = {True: 0.04, False: 0.12}
-"""As DERIVED, of kernels of published tables, whose software is of another year: those of warps, and others."""
+"""As DERIVED, of kernels of published tables of another family, whose software is of another year: those of warps, and
+others."""
 PUBLISHED: Final = 0.05
 """What kernels of a GPU with published tables of its own take elsewhere, relative, beyond what these tables vary by."""
 
@@ -145,26 +159,31 @@ class Lender:
     """Kernels and passes measured or published of this GPU."""
     whole: bool
     """Whether everything was measured on this GPU, or published kernels alone are its own."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Of its kernels' code, the newest, where it is known."""
 
 
 def unlike(a: Gpu, b: Gpu) -> int:
-    """How much alike two GPUs are: 0 of one architecture, 1 of one family, 2 of another, 3 of another maker."""
-    if a.architecture == b.architecture:
+    """How much alike two GPUs are: 0 of one architecture and tensor rate of an SM, 1 of one family, 2 of another, 3 of
+    another maker."""
+    if a.architecture == b.architecture and flops_per_clock(a) == flops_per_clock(b):
         return 0
     if any(a.architecture in family and b.architecture in family for family in FAMILIES):
         return 1
     return 2 if (a.architecture in AMD) == (b.architecture in AMD) else 3
 
 
-def derived(gpu: Gpu, lenders: Sequence[Lender]) -> Profile:
+def derived(gpu: Gpu, lenders: Sequence[Lender], versions: Mapping[str, int] = MappingProxyType({})) -> Profile:
     """The profile of a GPU from those of others.
 
-    Each attention kernel is the GPU's own, or that of the surest lender, as much slower or faster as all that have it
-    say, weighted by how sure they are; all else is that of the most alike GPU that was measured as a whole.
+    Each attention kernel is the GPU's own, or that of the surest lender of its family, or else of all, as much slower
+    or faster as these say together, weighted by how sure they are; all else is that of the most alike GPU that was
+    measured as a whole.
 
     Args:
         gpu: whose costs are derived.
         lenders: profiles of others, one of which is whole.
+        versions: of kernels' code; of others the newest that a GPU of the family has.
     """
 
     def order(lender: Lender) -> tuple[int, float]:
@@ -184,7 +203,7 @@ def derived(gpu: Gpu, lenders: Sequence[Lender]) -> Profile:
         having = [(lender, theirs) for lender, theirs in each if key in theirs.attention and key in _own(lender, gpu)]
         if not having:
             continue
-        having = [pair for pair in having if pair[0].gpu == gpu] or having
+        having = _most_alike(gpu, having, _of_code(kernel, gpu, [lender for lender, _ in having], versions))
         least = LEAST_WEIGHT**-0.5 * min(theirs.sigma[about] for _, theirs in having)
         having = [pair for pair in having if pair[1].sigma[about] <= least]
         having.sort(key=lambda pair: (pair[1].sigma[about], order(pair[0])))
@@ -198,6 +217,36 @@ def derived(gpu: Gpu, lenders: Sequence[Lender]) -> Profile:
     words = _words(base.gpu, gpu)
     grade = f"derived by the description of {gpu.name} from {', '.join(names)}; against {base.gpu.name} {words}"
     return replace(made, attention=attention, sigma=sigma, valid=valid, grade=grade)
+
+
+def _of_code(kernel: str, gpu: Gpu, lenders: Sequence[Lender], versions: Mapping[str, int]) -> frozenset[str]:
+    """Profiles whose times of a kernel are of the code that a GPU runs."""
+    since, where = REWRITTEN.get(kernel, (0, ()))
+    new = {lender.profile.name: lender.versions.get(kernel, since) >= since for lender in lenders}
+    if gpu.architecture not in where:
+        return frozenset(new)
+    rewritten = [new[lender.profile.name] for lender in lenders if lender.gpu.architecture in where]
+    wanted = versions[kernel] >= since if kernel in versions else any(rewritten)
+    return frozenset(
+        lender.profile.name
+        for lender in lenders
+        if lender.gpu.architecture not in where or new[lender.profile.name] == wanted
+    )
+
+
+def _most_alike(
+    gpu: Gpu, having: Sequence[tuple[Lender, Profile]], of_code: frozenset[str]
+) -> list[tuple[Lender, Profile]]:
+    """Lenders of a kernel that count: the GPU itself; those of its family with the same code; or all with that."""
+    own = [pair for pair in having if pair[0].gpu == gpu]
+    same = own or [pair for pair in having if pair[0].profile.name in of_code] or list(having)
+    return [pair for pair in same if unlike(gpu, pair[0].gpu) < 2] or same
+
+
+def kernels_alike(gpu: Gpu, others: Iterable[tuple[Gpu, frozenset[Key]]]) -> frozenset[Key]:
+    """Kernels and passes that other GPUs of the same family have of their own, by the names that a GPU has for them."""
+    near = ((theirs, own) for theirs, own in others if theirs != gpu and unlike(gpu, theirs) < 2)
+    return frozenset(key for theirs, own in near for key in _lent(dict.fromkeys(own), theirs, gpu))
 
 
 def _weights(gpu: Gpu, having: Sequence[tuple[Lender, float]]) -> Floats:
@@ -306,11 +355,27 @@ def clocks_of_pair(key: Key, head_dim: int, gpu: Gpu) -> float:
         gpu: whose SM.
     """
     kernel, pass_ = key
-    tensor = FLOP_PER_PAIR[pass_] * head_dim / flops_per_clock(gpu)
+    tensor = _tensor_clocks(pass_, head_dim, gpu)
     if of_warps(kernel, gpu):
+        tensor /= WARP_RATE.get(gpu.architecture or "", 1.0)
         return float(np.linalg.norm([WARP_CLOCKS[pass_] * head_dim, tensor], WARP_OVERLAP))
     shared = SHARED_CLOCKS * head_dim if pass_ == "bwd" else 0.0
     return float(np.linalg.norm([tensor, 1 / gpu.exponentials_per_clock, shared], OVERLAP))
+
+
+def _tensor_clocks(pass_: str, head_dim: int, gpu: Gpu) -> float:
+    """Clocks of an SM's tensor cores for a pair."""
+    return FLOP_PER_PAIR[pass_] * head_dim / flops_per_clock(gpu)
+
+
+def _longer(key: Key, lender: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu) -> float:
+    """Clocks of an SM for a pair on a GPU, relative to another's, whose kernel is given."""
+    if theirs.architecture != gpu.architecture or of_warps(key[0], gpu):
+        return clocks_of_pair(key, params.head_dim, gpu) / clocks_of_pair(lender, params.head_dim, theirs)
+    # the same code on SMs that are alike but for their tensor cores
+    mine, other = (_tensor_clocks(key[1], params.head_dim, one) / UNLIMITED for one in (gpu, theirs))
+    before = params.pair_s * theirs.clock_hz / params.anatomy.blocks_per_sm
+    return max(mine, before + mine - other) / before
 
 
 def _moved_kernel(key: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu) -> AttentionParams:
@@ -318,7 +383,7 @@ def _moved_kernel(key: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu) -> A
     lender = (_lenders(theirs, gpu).get(key[0], key[0]), key[1])
     clock = theirs.clock_hz / gpu.clock_hz
     memory = theirs.memory_bandwidth_bytes_per_s / gpu.memory_bandwidth_bytes_per_s
-    pairs = clock * clocks_of_pair(key, params.head_dim, gpu) / clocks_of_pair(lender, params.head_dim, theirs)
+    pairs = clock * _longer(key, lender, params, theirs, gpu)
     if key[0] in OF_MEMORY:
         pairs = SCORES_FROM_MEMORY * memory * gpu.num_sms / theirs.num_sms + (1 - SCORES_FROM_MEMORY) * clock
     times = dict.fromkeys(TIMES_OF_BLOCKS, clock) | dict.fromkeys(PER_PAIR, pairs) | {"traffic_s_per_byte": memory}
@@ -417,15 +482,23 @@ def _moved_layers(layers: LayerCosts, theirs: Gpu, gpu: Gpu) -> LayerCosts:
 def _moved_products(gemm: GemmParams, theirs: Gpu, gpu: Gpu) -> GemmParams:
     """Matrix products: steps by what power leaves to tensor cores, ends of tiles by the clock, operands by bandwidth.
 
-    A partial last wave costs nearly a whole one where no power limit lets the clock rise.
+    A partial last wave costs nearly a whole one where no power limit lets the clock rise. Tensor cores that sum in a
+    memory of their own go on with the next tile while the last one is written, so that a call has one end left.
+
+    Reference: CUTLASS, "Utilities for SM100" (epilogues read accumulators from tensor memory); Triton, Gluon's example
+    "Overlapping Accumulator Block-Scaled Matrix Multiplication" (two of them, so that one is written out while the next
+    is summed).
     """
+    end_s = gemm.tile_s * theirs.clock_hz / gpu.clock_hz
+    hidden = gpu.architecture in BLACKWELL and theirs.architecture not in BLACKWELL
     rate = sustained_flops(gpu) / sustained_flops(theirs) * theirs.num_sms / gpu.num_sms
     mine, other = np.log(_throttle(gpu)), np.log(_throttle(theirs))
     return replace(
         gemm,
         num_sms=gpu.num_sms,
         flop_s=gemm.flop_s / rate,
-        tile_s=gemm.tile_s * theirs.clock_hz / gpu.clock_hz,
+        tile_s=0.0 if hidden else end_s,
+        call_s=gemm.call_s + (end_s if hidden else 0.0),
         tail_share=float(gemm.tail_share ** min(1.0, mine / max(other, 1e-9))),
         traffic_s_per_byte=gemm.traffic_s_per_byte
         * theirs.memory_bandwidth_bytes_per_s
@@ -452,25 +525,26 @@ def _moved_memory(params: ElementwiseParams, theirs: Gpu, gpu: Gpu) -> Elementwi
 
 
 def _moved_network(params: CollectiveParams, theirs: Gpu, gpu: Gpu) -> CollectiveParams:
-    """Collectives and messages inside a node: what a collective takes beyond the smallest size goes with the port; a
-    message takes as long on its channels, and at least what its flow does through the port."""
-    if not (gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s):  # a file that says neither
-        return params
+    """Collectives and messages inside a node: a collective's bytes take as much longer as the port is slower, at the
+    rate of the largest, and its steps as long; a message takes as long on its channels, and at least what its flow does
+    through the port. Over PCIe instead of NVLink all of it is another: NCCL's algorithms say it."""
+    if not gpu.nvlink_bytes_per_s:
+        if not gpu.pcie_bytes_per_s:  # a file that says neither
+            return params
+        return collective_params(Inside(link="pcie", port_bandwidth_bytes_per_s=gpu.pcie_bytes_per_s), CARDS_OF_NODE)
     ratio = gpu.port_bytes_per_s / theirs.port_bytes_per_s
-    shared = ratio if gpu.nvlink_bytes_per_s else ratio * PCIE_GROUPS
     port = params.port_bytes_per_s * ratio
     flow = port * min(1.0, (gpu.flow_bytes_per_s or gpu.port_bytes_per_s) / gpu.port_bytes_per_s)
 
     def slower(curve: Curve, by: float) -> Curve:
-        latency = curve.seconds[0]
-        return replace(curve, seconds=tuple(latency + (s - latency) / by for s in curve.seconds))
+        nbytes, seconds = np.array(curve.nbytes), np.array(curve.seconds)
+        byte_s = (seconds[-1] - seconds[0]) / nbytes[-1]
+        moved = seconds + nbytes * byte_s * (1 / by - 1)
+        return replace(curve, seconds=tuple(np.maximum.accumulate(np.maximum(moved, seconds[0])).tolist()))
 
     return replace(
         params,
-        curves={
-            kind: {n: slower(curve, ratio if n == 2 else shared) for n, curve in by.items()}
-            for kind, by in params.curves.items()
-        },
+        curves={kind: {n: slower(curve, ratio) for n, curve in by.items()} for kind, by in params.curves.items()},
         flow_bytes_per_s=flow if ratio < 1 or flow < port else params.flow_bytes_per_s,
         port_bytes_per_s=port,
     )
@@ -486,6 +560,8 @@ def _moved_sigma(profile: Profile, theirs: Gpu, gpu: Gpu, kernels: frozenset[Key
         if model in ("matrix products", "memory-bound", "elementwise of layers"):
             kind = "matrix products" if model == "matrix products" else "memory-bound"
             found[model] = float(np.hypot(sigma, DERIVED[kind][how]))
+        elif model.startswith(("collective", "transfer")) and gpu.pcie_bytes_per_s and not gpu.nvlink_bytes_per_s:
+            found[model] = constants().links["pcie"].sigma_log
         elif model.startswith(("collective", "transfer")) and gpu.port_bytes_per_s != theirs.port_bytes_per_s:
             found[model] = float(np.hypot(sigma, DERIVED["network"][how]))
         elif not model.startswith("attention") or model.endswith("between GPUs"):
@@ -494,7 +570,7 @@ def _moved_sigma(profile: Profile, theirs: Gpu, gpu: Gpu, kernels: frozenset[Key
         by = _lenders(theirs, gpu).get(kernel, kernel)
         same_code = of_warps(kernel, gpu) and by == kernel
         derivation = DERIVED["attention of warps" if same_code else "attention"][how]
-        if profile.grade.startswith("kernels from published"):
+        if profile.grade.startswith("kernels from published") and how > 1:
             derivation = float(np.hypot(derivation, OTHER_CODE[same_code]))
         found[f"attention {pass_} {kernel}"] = float(np.hypot(profile.sigma[f"attention {pass_} {by}"], derivation))
     return found

@@ -24,7 +24,7 @@ from cpsim.case.files import as_profile_error, explain, parse_json, read_text
 from cpsim.case.gpu import Gpu, find_gpu, gpu_of_driver, gpus
 from cpsim.errors import ProfileError, nearest, shown
 from cpsim.models.attention.params import AttentionParams
-from cpsim.models.derive import Lender, derived, moved
+from cpsim.models.derive import Lender, derived, kernels_alike, moved
 from cpsim.models.parameters import LayerCosts as LayerCosts
 from cpsim.models.parameters import Profile as Profile
 from cpsim.runtime.files import noted, while_unchanged, write
@@ -62,19 +62,44 @@ def _load(name: str) -> Profile:
             f"{', '.join(name for name in gpus() if name not in shipped_profiles())}; or give a file"
         )
     if not os.path.exists(path):
-        path = Path(name)
-    return from_json(whole_data(path), str(path))
+        return from_json(whole_data(Path(name)), name)
+    profile = from_json(whole_data(path), str(path))
+    return _with_kernels_alike(name, profile) if "onto" in _read(path) else profile
+
+
+def _with_kernels_alike(name: str, profile: Profile) -> Profile:
+    """A shipped profile of published kernels with those that it lacks as GPUs of the same family have them, rather than
+    as its base, which is of another."""
+    gpu, own = _own_kernels(name)
+    others = [(theirs, known) for one in shipped_profiles() for theirs, known in [_own_kernels(one)] if theirs]
+    keys = (kernels_alike(gpu, others) & profile.attention.keys()) - own if gpu else frozenset()
+    if gpu is None or not keys:
+        return profile
+    theirs = from_json(_data(derived_profile(gpu)), gpu.name)  # as a file has it
+    about = tuple(f"attention {pass_} {kernel}" for kernel, pass_ in keys)
+    ends = tuple(f"{one} " for one in about)
+    return replace(
+        profile,
+        attention={**profile.attention, **{key: theirs.attention[key] for key in keys}},
+        sigma={**profile.sigma, **{one: theirs.sigma[one] for one in about}},
+        valid={
+            **{name: limits for name, limits in profile.valid.items() if not name.startswith(ends)},
+            **{name: limits for name, limits in theirs.valid.items() if name.startswith(ends)},
+        },
+        grade=f"{profile.grade}; of these {', '.join(sorted({kernel for kernel, _ in keys}))} from GPUs alike",
+    )
 
 
 @lru_cache(maxsize=64)
-def derived_profile(gpu: Gpu, without: str = "") -> Profile:
+def derived_profile(gpu: Gpu, without: str = "", versions: tuple[tuple[str, int], ...] = ()) -> Profile:
     """The profile of a GPU from what is measured and published of others.
 
     Args:
         gpu: as described.
         without: a GPU whose profiles do not count, as if nothing was known of it.
+        versions: of kernels' code, as in ``derived``, by kernel.
     """
-    return derived(gpu, [lender for lender in lenders() if lender.gpu.name != without])
+    return derived(gpu, [lender for lender in lenders() if lender.gpu.name != without], dict(versions))
 
 
 def how_known(gpu: Gpu) -> str:
@@ -96,12 +121,30 @@ def lenders() -> list[Lender]:
 
 @while_unchanged
 def _lender(name: str) -> Lender | None:
-    data, profile = _read(noted(FOLDER / f"{name}.json")), load_profile(name)
-    gpu = gpu_of_driver(profile.gpu)
-    own = [tuple(key.split(" ")) for key, value in data.get("attention", {}).items() if value != BASE]
+    path = noted(FOLDER / f"{name}.json")
+    data, profile = _read(path), from_json(whole_data(path), str(path))
+    gpu, kernels = _own_kernels(name)
     whole = "onto" not in data and not profile.grade.startswith("kernels from published")
-    kernels = frozenset((kernel, pass_) for kernel, pass_ in own)
-    return Lender(profile=profile, gpu=gpu, kernels=kernels, whole=whole) if gpu else None
+    return Lender(profile=profile, gpu=gpu, kernels=kernels, whole=whole, versions=_versions(profile)) if gpu else None
+
+
+@while_unchanged
+def _own_kernels(name: str) -> tuple[Gpu | None, frozenset[tuple[str, str]]]:
+    """The GPU of a shipped profile, and the kernels and passes that its file does not leave to its base."""
+    data = _read(noted(FOLDER / f"{name}.json"))
+    own = [tuple(key.split(" ")) for key, value in data.get("attention", {}).items() if value != BASE]
+    gpu = gpu_of_driver(str(data.get("onto") or data.get("gpu")))
+    return gpu, frozenset((kernel, pass_) for kernel, pass_ in own)
+
+
+def _versions(profile: Profile) -> dict[str, int]:
+    """The newest versions of kernels' code behind a profile, of those that count in whole numbers."""
+    said = [(k, str(v)) for row in profile.provenance for k, v in row.get("kernels", {}).items()]
+    found: dict[str, int] = {}
+    for kernel, version in said:
+        if version.isdecimal() and len(version) < 10:
+            found[kernel] = max(int(version), found.get(kernel, 0))
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -138,6 +181,8 @@ def whole_data(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         raise ProfileError(f"{path}: expected its base {shown(name)} beside it or among {shipped_profiles()}")
     theirs = whole_data(base, (path, *seen))
+    if "onto" in _read(base) and base.parent == FOLDER:
+        theirs = _data(load_profile(name))  # with kernels of GPUs alike
     if (onto := data.pop("onto", None)) is not None:
         theirs = _onto(theirs, str(onto), base)
     missing = [kernel for kernel, own in kernels.items() if own == BASE and kernel not in theirs["attention"]]

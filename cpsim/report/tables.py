@@ -279,5 +279,7 @@ def profile_view(profile: Profile) -> RenderableType:
     sure = [
         (kind, [s for m, s in profile.sigma.items() if m.startswith(kind) and "between" not in m]) for kind in kinds
     ]
-    spans = [f"{kind} {' to '.join(sorted({f'{min(each):.0%}', f'{max(each):.0%}'}, key=len))}" for kind, each in sure]
+    spans = [
+        f"{kind} {' to '.join(dict.fromkeys((f'{min(each):.0%}', f'{max(each):.0%}')))}" for kind, each in sure if each
+    ]
     return Group(head, Text(f"standard deviations, of left-out GPUs: {', '.join(spans)}".replace("%", " %")), Text())

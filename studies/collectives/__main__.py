@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from studies.collectives.fit import fit, left_out, save, spread_of
-from studies.collectives.rows import FILES, Row, read
+from studies.collectives.rows import DISPUTED, FILES, Row, read
 
 Floats = NDArray[np.float64]
 
@@ -30,22 +30,37 @@ def line(name: str, errors: Floats, covered: NDArray[np.bool_]) -> str:
     )
 
 
+def disputes(rows: list[Row]) -> list[str]:
+    """How far publications of the same machines are apart, at the sizes that both have."""
+    said = []
+    for name, (other, words) in DISPUTED.items():
+        mine, theirs = ({(r.kind, r.nbytes): r.seconds for r in rows if r.cluster == one} for one in (name, other))
+        ratios = [mine[size] / theirs[size] for size in sorted(mine.keys() & theirs.keys())]
+        apart = f"{min(ratios):.2f} to {max(ratios):.2f} times as long as {other}, which counts as undisputed"
+        said.append(f"{name} takes {apart}: {words}")
+    return said
+
+
 def main() -> None:
     """Prints the tables."""
     rows, left = read()
     errors = left_out(rows)
     covered = inside(rows, errors)
     print(f"{'left out':30} rows    mean    sign   worst  inside 90 %")
+    agreed = [row.cluster not in DISPUTED for row in rows]
     for values in (
         [row.cluster for row in rows],
         [row.kind if row.file == FILES[0] else "" for row in rows],
         [row.kind + ", more logs, too" for row in rows],
         ["all"] * len(rows),
+        [row.kind + ", undisputed" if here else "" for row, here in zip(rows, agreed, strict=True)],
+        ["all, undisputed" if here else "" for here in agreed],
     ):
         for value in filter(None, dict.fromkeys(values)):
             mine = np.array([one == value for one in values])
             print(line(value, errors[mine], covered[mine]))
         print()
+    print(*disputes(rows), "", sep="\n")
     for reason, count in left.items():
         print(f"{count:4} rows not compared: {reason}")
     if "--fit" in sys.argv[1:]:

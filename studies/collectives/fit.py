@@ -104,7 +104,7 @@ class Fit:
 
 _FITTED_WORDS: Final = "python -m studies.collectives --fit"
 _TRANSPORTS: Final = {
-    "infiniband": ("roce", 1.0, "as roce: verbs, too; no published rows here"),
+    "infiniband": ("roce", 1.0, _FITTED_WORDS + ", as roce: verbs, too; rows of one cluster, of DGX-2"),
     "roce": ("roce", 1.0, _FITTED_WORDS),
     "efa": ("efa", 1.0, _FITTED_WORDS),
     "tcpxo": ("tcpxo", 1.0, _FITTED_WORDS),
@@ -119,10 +119,12 @@ def _links(ring_share: float, hop_s: float, spread: float) -> dict[str, Link]:
         return Link(ring_share=share, messages_share=messages, hop_s=hop_s, sigma_log=spread * wider, source=words)
 
     sheet = "share assumed: no published rows here"
+    cards = "A100 PCIe by MooreThreads/SimuMax at 4dcaae5, configs/system/a100_pcie.json"
     return {
         "nvlink": link(ring_share, 0.74, 1.0, _FITTED_WORDS),
         "xgmi": link(ring_share, 0.6, 1.5, "as nvlink"),
-        "pcie": link(0.65, 0.5, 2.0, sheet),
+        "pcie": link(0.66, 0.61, 2.0, cards),
+        "pcie across processors": link(0.4, 0.26, 2.0, cards),
         "pcie without p2p": link(0.35, 0.3, 2.5, sheet),
     }
 

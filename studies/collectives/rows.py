@@ -65,12 +65,20 @@ CLUSTERS: Final[Mapping[str, Description]] = {
     ONE_NODE: Description(450, True),
     "P6 B200, 4 nodes": Description(900, True, 400, "efa"),
     "P6 B200, one node": Description(900, True),
+    "DGX-2, 16 nodes": Description(150, False, 100, "infiniband", per_node=16),
     "OCI A100": Description(300, False, 200, "roce"),
     "OCI MI300X": Description(448, False, 400, "roce", link="xgmi"),
     "H200, one node": Description(450, True),
     "B200, one node": Description(900, True),
 }
-"""Ports: NVLink 3, 4 and 5; seven of MI300X's xGMI links. NVLS is off where the published environment says so (A3)."""
+"""Ports: NVLink 2 to 5; seven of MI300X's xGMI links. NVLS is off where the published environment says so (A3)."""
+
+
+DISPUTED: Final[Mapping[str, tuple[str, str]]] = {
+    "p5, EKS": ("p5", "the same machines with twice the time at 64 to 256 MiB, and no word on NCCL's version"),
+    "A3 High, dstack": ("A3 High, Google", "the same machines with half of the line rate instead of 0.7 of it"),
+}
+"""Clusters that another publication of the same machines contradicts: which one, and how they differ."""
 
 
 def read() -> tuple[list[Row], dict[str, int]]:
@@ -135,6 +143,7 @@ def _cluster(record: Mapping[str, str]) -> str:
         ("AWS Batch", ONE_NODE),
         ("AWS p5", "p5"),
         ("P6-B200", "P6 B200, one node" if nodes == "1" else "P6 B200, 4 nodes"),
+        ("DGX-2", "DGX-2, 16 nodes"),
         ("BM.GPU4.8", "OCI A100"),
         ("OCI RoCE", "OCI MI300X"),
     ):

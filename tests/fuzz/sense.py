@@ -200,7 +200,7 @@ def odd_runs(tree: Any) -> str:
 
 def odd_log(text: str) -> str:
     """What is wrong with a log of nccl-tests: times that are none, or ranks that are missing."""
-    ranks = {int(n) for n in re.findall(r"^#\s+Rank\s+(\d+)", text, re.MULTILINE)}
+    ranks = {int(n) for n in re.findall(r"\bRank\s+(\d+)\s+Group\b", text)}
     if ranks and max(ranks) >= len(ranks):
         return "ranks are missing"
     for line in text.splitlines():

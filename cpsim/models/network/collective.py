@@ -71,6 +71,10 @@ class Curve:
         return np.asarray(inside * np.maximum(1.0, size / self.nbytes[-1]))
 
 
+PROCESSOR_GPUS: Final = 4
+"""GPUs over PCIe that one processor of the host connects; more of them share the link to the other processor."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveParams:
     """Measured curves of one node type."""
@@ -87,6 +91,8 @@ class CollectiveParams:
     """What one GPU's NVLink port carries in each direction, however many operations share it."""
     flow_bytes_per_s: Rate | None = None
     """What one flow does at most, on however many channels; None: as measured, ``rings`` say."""
+    crossing_bytes_per_s: Rate | None = None
+    """What a flow does at most in rings of more GPUs of a node than ``PROCESSOR_GPUS``; None: what others do."""
 
 
 def wire_bytes(kind: str, nbytes: ArrayLike, num_ranks: int) -> Floats:
@@ -179,4 +185,9 @@ def transfer_seconds(
         nearest = min(params.rings, key=lambda known: (abs(np.log2(known / number)), -known))
         chosen = count == number
         seconds[chosen] = params.rings[nearest](size[chosen] * (nearest / number))
-    return seconds if params.flow_bytes_per_s is None else np.maximum(seconds, size / params.flow_bytes_per_s)
+    if params.flow_bytes_per_s is not None:
+        seconds = np.maximum(seconds, size / params.flow_bytes_per_s)
+    if params.crossing_bytes_per_s is not None:
+        crosses = np.asarray(num_ranks) > PROCESSOR_GPUS * np.asarray(num_nodes)
+        seconds = np.where(crosses, np.maximum(seconds, size / params.crossing_bytes_per_s), seconds)
+    return seconds

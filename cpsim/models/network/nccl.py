@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from cpsim.case.cluster import Cluster, Fabric
 from cpsim.case.transports import Constants, Inside, Link, LinkName, Transport, constants
-from cpsim.models.network.collective import COLLECTIVES, CollectiveParams, Curve, wire_bytes
+from cpsim.models.network.collective import COLLECTIVES, PROCESSOR_GPUS, CollectiveParams, Curve, wire_bytes
 from cpsim.units import Entries
 
 Floats = NDArray[np.float64]
@@ -43,6 +43,11 @@ PLANNED_NETWORK_S: Final = 14e-6
 NCCL's choice counts them for its protocol Simple."""
 PLANNED_TREE_SHARE: Final = 0.85
 """Of a tree's bandwidth, as NCCL's choice counts it: 0.78 to 0.92 by pattern."""
+
+
+CLOSE: Final = 0.1
+"""How much slower, relative, NCCL may count an algorithm that it still takes on some machines: its tables of bandwidths
+are rounded, and a machine's are not known better. Times of those that are closer are averaged, by how close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +110,16 @@ def way(kind: str, nbytes: ArrayLike, machine: Machine, given: Constants | None 
         ways.append(law.tree(size))
     elif kind == "all_reduce" and machine.inside.nvls:
         ways.append(law.nvls(size))
-    chosen = np.argmin([one.planned for one in ways], axis=0)
-    return Way(*(np.asarray(np.choose(chosen, columns)) for columns in zip(*ways, strict=True)))
+    planned = np.array([one.planned for one in ways])
+    taken = np.maximum(0.0, 1.0 - (planned / planned.min(axis=0) - 1.0) / CLOSE)
+    taken /= taken.sum(axis=0)
+    return Way(*(np.asarray((taken * np.array(columns)).sum(axis=0)) for columns in zip(*ways, strict=True)))
+
+
+def link_of(inside: Inside, count: int, known: Constants) -> Link:
+    """What connects so many GPUs of a node."""
+    across = inside.link == "pcie" and count > PROCESSOR_GPUS
+    return known.links["pcie across processors" if across else inside.link]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +129,7 @@ class _Law:
 
     @property
     def _link(self) -> Link:
-        return self.known.links[self.machine.inside.link]
+        return link_of(self.machine.inside, self.machine.per_node, self.known)
 
     @property
     def _call_s(self) -> float:
@@ -258,7 +271,14 @@ def collective_params(inside: Inside, most: int) -> CollectiveParams:
     rings = {n: _curve(sizes, MESSAGE_S + sizes / min(n * CHANNEL_BYTES_PER_S, port)) for n in CHANNELS}
     laps = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 0, "all_reduce": 2}
     hops = Entries({kind: laps[kind] * link.hop_s for kind in COLLECTIVES})
-    return CollectiveParams(curves=Entries(curves), hop_s=hops, rings=rings, port_bytes_per_s=port)
+    across = link_of(inside, most, constants())
+    return CollectiveParams(
+        curves=Entries(curves),
+        hop_s=hops,
+        rings=rings,
+        port_bytes_per_s=port,
+        crossing_bytes_per_s=None if across == link else inside.port_bandwidth_bytes_per_s * across.ring_share,
+    )
 
 
 def _curve(nbytes: Floats, took: Floats) -> Curve:

@@ -47,9 +47,9 @@ APART: Final = {
     "(MagiAttention, exps/attn/baselines/attn_impl.py); at 32,768 tokens they take 1.5 times as long as NVIDIA's table "
     "says of dense ones",
     "b200 | attention fwd cudnn | b200": "as its backward pass; 1.1 times",
-    "b200 | attention bwd fa4, windows | b200": "they take as long as without a window: that version passes over nothing",
-    "b200 | attention fwd flex | b200": "PyTorch of a year before, whose Triton hardly knows Blackwell; on H100, too, its "
-    "backward pass takes up to 1.5 times as long as what was measured here",
+    "b200 | attention bwd fa4, windows | b200": "as long as without windows: that version passes over nothing",
+    "b200 | attention fwd flex | b200": "PyTorch of a year before, whose Triton hardly knows Blackwell; on H100, too, "
+    "its backward pass takes up to 1.5 times as long as what was measured here",
     "b200 | attention bwd flex | b200": "as its forward pass",
     "b200 | attention bwd cudnn, windows | b200": "as without windows",
     "h100 | attention fwd flex | h100-magi": OLDER,

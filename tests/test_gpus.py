@@ -193,19 +193,26 @@ def test_kernels_that_a_gpu_cannot_run_are_not_there():
 
 
 def test_cards_on_pcie_never_have_nvlink():
-    ratio = gpu_named("h100-pcie").host_link_bytes_per_s / 450e9
     card = load_profile("h100-pcie").collective
     assert 0.5 < card.port_bytes_per_s / 63e9 < 0.8
     for ranks in (2, 4, 8):
-        for kind in card.curves:
-            theirs = float(collective_seconds(load_profile("h100").collective, kind, 2**30, ranks))
-            assert float(collective_seconds(card, kind, 2**30, ranks)) > 0.75 * theirs / ratio
         flow = float(transfer_seconds(card, 2**28, ranks))
         assert flow >= 2**28 / 63e9
     case = {"strategy": "ring", "gpus": 8, "tokens_per_gpu": 16384, "heads": 32, "kv_heads": 8, "kernel": "fa2"}
     pcie, nvlink = (predict(case | {"cluster": name}) for name in ("h100-pcie", "h100"))
     assert pcie.time_s > 1.1 * nvlink.time_s
     assert any("PCIe instead of NVLink x 0.14" in note for note in pcie.notes)
+
+
+def test_collectives_over_pcie_are_as_much_slower_as_their_link():
+    ratio = gpu_named("h100-pcie").host_link_bytes_per_s / 450e9
+    card, nvlink = (load_profile(name).collective for name in ("h100-pcie", "h100"))
+    shares = [
+        float(collective_seconds(card, kind, 2**30, ranks) / collective_seconds(nvlink, kind, 2**30, ranks)) * ratio
+        for ranks in (2, 4, 8)
+        for kind in card.curves
+    ]
+    check("collectives over PCIe, share of time that their link would add", max(0.0, 1 - min(shares)))
 
 
 BUS_OF_CARDS = {

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from layer_cases import there_after
 
 from cpsim.case.formats.megatron import read
 from cpsim.case.model import MODELS
@@ -54,10 +55,7 @@ def test_it_is_the_fastest_too(tp):
 @pytest.mark.parametrize("fusion", ["none", "native", "te"])
 def test_every_tensor_that_is_read_was_made_or_is_there(fusion, tp):
     code = MEGATRON.losses[fusion](Sizes(model=MODELS["llama3-8b"], tp=tp, tokens=4096), False, 1)
-    there = {"x", "weights"}
-    for node in (*code.forward, *code.backward):
-        assert set(node.reads) <= there, (node, set(node.reads) - there)
-        there |= set(node.makes)
+    there = there_after((*code.forward, *code.backward), {"x", "weights"})
     assert "dx" in there
     assert code.kept <= there
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layer_cases import there_after
 
 from cpsim.calibrate.fit_recurrent import errors_of, fit, fit_scan, main, scan_of
 from cpsim.calibrate.measurement import load
@@ -96,17 +97,10 @@ def test_shares_of_kinds_are_those_of_the_pattern() -> None:
 def test_layers_read_what_was_made_and_multiply_each_weight_three_times(framework, compiled, tp, bare, state) -> None:
     model = replace(PLAIN, recurrent=state, bare_layers=PLAIN.layers if bare else 0)
     code = framework.runs(Sizes(model, tp, T), compiled, None, False)
-    there = {"x", "weights"}
-    for node in code.forward:
-        assert set(node.reads) <= there, node
-        there |= node.makes.keys()
+    there = there_after(code.forward, {"x", "weights"})
     assert "y" in there
     assert code.kept <= there
-    there = {"x", "weights", "dy", *code.kept}
-    for node in code.backward:
-        assert set(node.reads) <= there, node
-        there |= node.makes.keys()
-    assert "dx" in there
+    assert "dx" in there_after(code.backward, {"x", "weights", "dy", *code.kept})
     whats = [node.what for node in (*code.forward, *code.backward)]
     products = sum(what.m * what.n * what.k for what in whats if isinstance(what, Gemm))
     assert products == 3 * T * sum(inner * outer for inner, outer in model.linears(tp).values())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layer_cases import there_after
 
 from cpsim.case.formats import read_foreign
 from cpsim.case.load import scenario_from
@@ -55,15 +56,8 @@ def test_a_layer_that_borrows_lacks_the_weights_of_keys_and_values() -> None:
 def test_layers_read_what_was_made_or_borrowed(framework: str, compiled: bool, tp: int) -> None:
     code = FRAMEWORKS[framework].runs(Sizes(BORROWS, tp, T), compiled, None, False)
     borrowed = {"k", "v"} if framework != "megatron" else set()
-    there = {"x", "weights", *borrowed}
-    for node in code.forward:
-        assert set(node.reads) <= there, node
-        there |= node.makes.keys()
-    there = {"x", "weights", "dy", *borrowed, *code.kept}
-    for node in code.backward:
-        assert set(node.reads) <= there, node
-        there |= node.makes.keys()
-    assert "dx" in there
+    there_after(code.forward, {"x", "weights", *borrowed})
+    assert "dx" in there_after(code.backward, {"x", "weights", "dy", *borrowed, *code.kept})
     whats = [node.what for node in (*code.forward, *code.backward)]
     products = sum(what.m * what.n * what.k for what in whats if isinstance(what, Gemm))
     assert products == 3 * T * sum(inner * outer for inner, outer in BORROWS.linears(tp).values())

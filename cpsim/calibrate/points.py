@@ -29,6 +29,7 @@ NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "attention": (*_SHAPE, "pass"),
     "memory": (*_SHAPE, "pass", "peak_bytes"),
     "elementwise": ("kind", "nbytes"),
+    "rows": ("kind", "nbytes"),
     "cached": ("kind", "nbytes", "reused"),
     "gemm": ("kind", "m", "n", "k"),
     "layer_op": ("kind", "variant", "width", "nbytes"),
@@ -95,7 +96,7 @@ _SCALARS: Final[Mapping[str, Quantity]] = {
     **dict.fromkeys(("key_heads", "value_heads", "key_dim", "chunk"), _COUNT),
     **dict.fromkeys(("a_count", "layers"), _COUNT),
     **dict.fromkeys(("m", "n", "k", "width", "hidden", "ffn", "vocab", "heads", "kv_heads", "block"), _ELEMENTS),
-    **dict.fromkeys(("nbytes", "reused", "memory_bytes", "peak_bytes", "saved_bytes"), _SIZE),
+    **dict.fromkeys(("nbytes", "reused", "row_bytes", "memory_bytes", "peak_bytes", "saved_bytes"), _SIZE),
     **dict.fromkeys(("at_s", "lead_s", "graph_s", "stream_s", "events_s", "pause_s"), Quantity("s", 0, 1e7)),
     "rank": _NUMBER,
     "tokens": _TOKENS,
@@ -115,7 +116,22 @@ _LISTS: Final[Mapping[str, Quantity]] = {
     "flows": _NUMBER,
     "relative_errors": Quantity("", 0, 1e6),
 }
-_TEXTS: Final = ("op", "kernel", "pass", "kind", "variant", "which", "place", "mask", "model", "recompute", "a", "b")
+_TEXTS: Final = (
+    "op",
+    "kernel",
+    "pass",
+    "kind",
+    "variant",
+    "which",
+    "place",
+    "mask",
+    "model",
+    "recompute",
+    "a",
+    "b",
+    "index",
+    "order",
+)
 _MORE_TEXTS: Final = (
     "inside",
     "message",

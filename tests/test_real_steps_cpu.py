@@ -45,11 +45,25 @@ CUTS = [
     (2, FSDP | {"tp": 2, "recompute": "full"}),
     (2, FSDP | {"recompute": "per_op", "loss_chunks": 2, "microbatches": 2}),
 ]
-ON_FOUR = [(4, FSDP | {"replicate": 2}), (4, FSDP | {"tp": 2, "recompute": "per_op"})]
+ON_A_HOST = [
+    (4, FSDP | {"replicate": 2}),
+    (4, FSDP | {"tp": 2, "recompute": "per_op"}),
+    (8, FSDP | {"tp": 2, "recompute": "full"}),
+]
 CONTEXT_PARALLEL = [
     (2, NONE | {"cp": 2}, "zigzag_ring"),
     (2, FSDP | {"cp": 2, "recompute": "full"}, "allgather"),
     (2, FSDP | {"cp": 2}, "ring"),
+]
+CONTEXT_PARALLEL_ON_A_HOST = [
+    (n, FSDP | {"recompute": "full"} | cut, strategy)
+    for n in (4, 8)
+    for cut, strategy in [
+        ({"cp": n}, "allgather"),
+        ({"cp": n}, "zigzag_ring"),
+        ({"tp": 2, "cp": n // 2}, "allgather"),
+        ({"tp": 2, "cp": n // 2}, "zigzag_ring"),
+    ]
 ]
 
 
@@ -59,14 +73,21 @@ def check(tmp_path, cases):
     assert run_script("steps_worker.py", path, tmp_path, timeout_s=200) == len(cases)
 
 
-@pytest.mark.parametrize("cuts", [CUTS, pytest.param(ON_FOUR, marks=pytest.mark.slow)], ids=["one and two", "four"])
+@pytest.mark.parametrize(
+    "cuts", [CUTS, pytest.param(ON_A_HOST, marks=pytest.mark.slow)], ids=["one and two", "four and eight"]
+)
 def test_every_cut_of_a_torch_step_has_the_gradients_of_an_uncut_one(cuts, tmp_path):
     check(tmp_path, [{"gpus": gpus, "parallel": cut} for gpus, cut in cuts])
 
 
-def test_context_parallel_steps_have_the_gradients_of_an_uncut_one(tmp_path):
+@pytest.mark.parametrize(
+    "cuts",
+    [CONTEXT_PARALLEL, pytest.param(CONTEXT_PARALLEL_ON_A_HOST, marks=pytest.mark.slow)],
+    ids=["two", "four and eight"],
+)
+def test_context_parallel_steps_have_the_gradients_of_an_uncut_one(cuts, tmp_path):
     one = {"microbatches": 4}  # PyTorch's context parallelism takes one sequence at a time
-    check(tmp_path, [{"gpus": n, "strategy": s, "parallel": cut | one} for n, cut, s in CONTEXT_PARALLEL])
+    check(tmp_path, [{"gpus": n, "strategy": s, "parallel": cut | (one if "cp" in cut else {})} for n, cut, s in cuts])
 
 
 @pytest.mark.slow

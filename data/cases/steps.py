@@ -1,5 +1,5 @@
 """Writes steps-{1,2,3,5}-{h100,h200}.jsonl: whole training steps of few layers on one and on two GPUs, in plain PyTorch
-(compiled and eager) and in Hugging Face's Transformers.
+(compiled and eager) and in Hugging Face's Transformers; and {four,eight}/steps.jsonl, on all GPUs of a host.
 
     python data/cases/steps.py
 
@@ -142,6 +142,19 @@ def of_others() -> list[Case]:
     return found
 
 
+def of_host(gpus: int) -> list[Case]:
+    """All GPUs of a host."""
+    found = list[Case]()
+    for model, tokens in product(MODELS.values(), (4 * K, 16 * K)):
+        found.append(case(model, tokens, COMPILED, gpus, sharding="fsdp"))
+        for strategy in ("allgather", "zigzag_ring"):
+            given: Case = {"sharding": "fsdp", "strategy": strategy, "recompute": "full"}
+            found.append(case(model, tokens, COMPILED, gpus, cp=gpus, **given))
+            if model["heads"] != 28:
+                found.append(case(model, tokens // 2, COMPILED, gpus, tp=2, cp=gpus // 2, **given))
+    return found
+
+
 def of_megatron(gpus: int) -> list[Case]:
     """Megatron-Core, on one GPU or two."""
     found = list[Case]()
@@ -189,6 +202,8 @@ def files() -> dict[Path, str]:
         FOLDER / "steps-2-h200.jsonl": text(longer(on_two(), "dgx-h200"), 54),
         FOLDER / "steps-3-h100.jsonl": text(longer(on_two(), "dgx-h100"), 55),
         FOLDER / "steps-5-h200.jsonl": text([{**one, "cluster": "dgx-h200"} for one in of_others()], 58),
+        FOLDER / "four" / "steps.jsonl": text([{**one, "cluster": "dgx-h200"} for one in of_host(4)], 59),
+        FOLDER / "eight" / "steps.jsonl": text([{**one, "cluster": "dgx-h200"} for one in of_host(8)], 60),
         FOLDER / "steps-megatron-1-h100.jsonl": text(of_megatron(1), 56),
         FOLDER / "steps-megatron-2-h100.jsonl": text(of_megatron(2), 57),
     }

@@ -9,7 +9,7 @@ of the processes until it was written) and the parameters of its op:
                   are its documents
     memory        as attention, and peak_bytes: inputs of a call and all that is allocated until it ends
     elementwise   kind, nbytes (read and written)
-    rows          one of PyTorch's kernels that move rows: kind, nbytes, and where rows were of several lengths: row_bytes,
+    rows          a kernel that moves rows: kind, nbytes, and where these were of several lengths: row_bytes,
                   index (type of the index), order (in order or shuffled)
     cached        as elementwise, on what the cache may hold: reused, bytes touched from one use of a byte to the next;
                   stream_s and graph_s, seconds of one of many in a row, which tell what events add to a kernel

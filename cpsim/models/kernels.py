@@ -33,6 +33,7 @@ _MEMORY_NAMES: Final = {
     Kind.ACCUMULATE: "accumulate",
     Kind.COPY: "copy",
     Kind.ELEMENTWISE: "copy",
+    Kind.SCATTER: "copy",
 }
 
 

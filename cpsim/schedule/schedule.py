@@ -65,12 +65,14 @@ class Kind(IntEnum):
     SELECT = 13
     """Scores of a tile's queries against its candidates, and the choice of the best; see ``cpsim.case.sparse``.
     ``nbytes`` 0."""
+    SCATTER = 14
+    """Rows gathered or scattered element by element, by an index of rows. ``nbytes`` read plus written."""
 
 
 ATTENTION_KINDS: Final = (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)
 COLLECTIVE_KINDS: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
 COMMUNICATION_KINDS: Final = (Kind.TRANSFER, *COLLECTIVE_KINDS)
-MEMORY_BOUND_KINDS: Final = (Kind.MERGE, Kind.ACCUMULATE, Kind.COPY, Kind.ELEMENTWISE)
+MEMORY_BOUND_KINDS: Final = (Kind.MERGE, Kind.ACCUMULATE, Kind.COPY, Kind.ELEMENTWISE, Kind.SCATTER)
 STREAMS: Final = (
     "compute",
     "send",

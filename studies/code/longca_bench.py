@@ -27,21 +27,24 @@ from cpsim.strategies.others.facts import (
     WrapperCode,
 )
 
-# Expanded gathers and scatters, as slow as permutes. From PyTorch 2.8 on gathers are as fast as copies (measured by
-# cpsim.real.measure.host --sweeps); NGC 25.02, which MagiAttention's examples name, has 2.7, its benchmark's image is
-# newer.
-_GATHER_Q: Final = RowKernel("q", 2, 0, kind=STRIDED)
-_GATHER_K: Final = RowKernel("k", 2, 0, kind=STRIDED)
-_SCATTER_Q: Final = (RowKernel("q", 1, 0), RowKernel("q", 2, 0, kind=STRIDED))  # zeros, scatter_
-_SCATTER_K: Final = (RowKernel("k", 1, 0), RowKernel("k", 2, 0, kind=STRIDED))
 _LSE: Final = RowKernel("lse", 0, 2)
-_WRAPPER: Final = WrapperCode(  # _fa3_varlen_forward and _fa3_varlen_backward
-    before={
-        "fwd": (_GATHER_Q, _GATHER_K, _GATHER_K),
-        "bwd": (_GATHER_Q, _GATHER_K, _GATHER_K, _GATHER_Q, _GATHER_Q, _LSE),
-    },
-    after={"fwd": (*_SCATTER_Q, RowKernel("lse", 0, 1), _LSE), "bwd": (*_SCATTER_Q, *_SCATTER_K, *_SCATTER_K)},
-)
+
+
+def _wrapper(gather: Kind) -> WrapperCode:
+    """Of ``_fa3_varlen_forward`` and ``_fa3_varlen_backward``; ``gather``: what PyTorch's takes as long as."""
+    q, k = (RowKernel(tensor, 2, 0, kind=gather) for tensor in ("q", "k"))
+    put_q, put_k = (
+        (RowKernel(tensor, 1, 0), RowKernel(tensor, 2, 0, kind=Kind.SCATTER)) for tensor in ("q", "k")
+    )  # zeros, scatter_
+    return WrapperCode(
+        before={"fwd": (q, k, k), "bwd": (q, k, k, q, q, _LSE)},
+        after={"fwd": (*put_q, RowKernel("lse", 0, 1), _LSE), "bwd": (*put_q, *put_k, *put_k)},
+    )
+
+
+# Until PyTorch 2.7, which NGC 25.02 has, gathers move elements as scatters do; from 2.8 on, whole rows, as fast as
+# copies (``studies.probes.rows``).
+_WRAPPER, _WRAPPER_OF_ROWS = _wrapper(gather=Kind.SCATTER), _wrapper(gather=Kind.COPY)
 _HALF_Q, _HALF_KV = RowKernel("q", 2, 0), RowKernel("kv", 2, 0)  # thd_read_half_tensor
 _JOIN: Final = RowKernel("kv", 2, 0)
 _OUT: Final = RowKernel("q", 3, 0, kind=Kind.MERGE)  # thd_out_correction
@@ -90,7 +93,7 @@ _ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the ou
 _ALLGATHER: Final = HalvesCode(  # FA3RingAGAttnFunc
     wrapper=_WRAPPER,
     enter={"fwd": (_HALF_Q,), "bwd": (_HALF_Q, _HALF_Q)},
-    order=_GATHER_K,
+    order=RowKernel("k", 2, 0, kind=Kind.SCATTER),
     leave=RowKernel("q", 2, 0),  # thd_grad_correction, copying
     zero=RowKernel("k", 1, 0),
     sum=RowKernel("k", 3, 0, kind=Kind.ACCUMULATE),
@@ -129,13 +132,16 @@ LONGCA_BENCH: Final = Implementation(
     pads=True,  # shard.py, get_cu_seqlens_padded
     unbatched=True,
 )
-_MAGI: Final = replace(
+_NEWER_RING: Final = replace(_RING, wrapper=_WRAPPER_OF_ROWS)
+_MAGI: Final = replace(  # whose images have PyTorch 2.8 and newer
     LONGCA_BENCH,
     name="magi-attention",
     source="SandAI-org/MagiAttention at 2c64135, with the baselines of its benchmark",
     strategies=_SUPPORT | {"hybrid_cp": Support(masks=_MASKS), "magi": Support(masks=_MASKS)},
-    ring=_RING,
-    double_ring=replace(_RING, turns=False),
+    ring=_NEWER_RING,
+    double_ring=replace(_NEWER_RING, turns=False),
+    ulysses=replace(_ULYSSES, wrapper=_WRAPPER_OF_ROWS),
+    allgather=replace(_ALLGATHER, wrapper=_WRAPPER_OF_ROWS, order=RowKernel("k", 2, 0)),
     projections=ProjectionCode(width=1024, inputs=False),
 )
 MAGI_ATTENTION: Final = replace(

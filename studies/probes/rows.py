@@ -75,7 +75,7 @@ ROW_KINDS: Final = (
 def row_points(rows_bytes: Sequence[int] = ROW_BYTES, totals: Sequence[int] = TOTAL_BYTES) -> Iterator[dict[str, Any]]:
     """What is measured by length of rows."""
     for kind, total, row_bytes, order, index in product(ROW_KINDS, totals, rows_bytes, ORDERS, INDICES):
-        if index == "int32" and kind not in TAKES_INT32 or (kind == "copy" and order == "shuffled"):
+        if (index == "int32" and kind not in TAKES_INT32) or (kind == "copy" and order == "shuffled"):
             continue
         times = 3 if kind == "index_add" else 2
         yield {"kind": kind, "row_bytes": row_bytes, "order": order, "index": index, "nbytes": times * total}

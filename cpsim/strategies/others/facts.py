@@ -99,7 +99,7 @@ class RowKernel:
     kind: Kind = Kind.COPY
     """PyTorch's kernels differ in speed: ``COPY`` keeps rows in order, or casts them to the working type;
     ``ACCUMULATE`` reads the working type beside fp32 or to make fp32; ``ELEMENTWISE`` reorders or joins rows;
-    ``MERGE`` is a fused merge."""
+    ``SCATTER`` moves them by an index, element by element; ``MERGE`` is a fused merge."""
 
     def nbytes(self, rows: Ints | int, workload: Workload) -> Ints:
         """Read plus written, in the shape of ``rows``."""
@@ -460,10 +460,13 @@ def under_compile(code: Implementation, alone: Mapping[str, tuple[str, ...]]) ->
     return replace(code, strategies={"none": support})
 
 
-EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(("copy", "accumulate", "elementwise", "merge"), ("eager",))
+EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(
+    ("copy", "accumulate", "elementwise", "scatter", "merge"), ("eager",)
+)
 EAGER_ROW_KERNELS: Final = {
     "accumulate": ("mixed", "accumulate"),
     "elementwise": ("strided", "transpose"),
+    "scatter": ("expanded_scatter", "strided", "transpose"),
     "merge": ("mixed", "accumulate"),
 }
 FLASH_ATTN: Final = EAGER | {

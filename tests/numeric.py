@@ -237,13 +237,13 @@ class Interpreter:
         match Kind(int(self.s.kind[i])):
             case Kind.ATTENTION | Kind.ATTENTION_BACKWARD:
                 return self.attention(i, reads, targets)
-            case Kind.BARRIER | Kind.ELEMENTWISE | Kind.GEMM if not targets:
+            case Kind.BARRIER | Kind.ELEMENTWISE | Kind.SCATTER | Kind.GEMM if not targets:
                 return []
             case Kind.MERGE:
                 return [self.merged(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)]
             case Kind.ACCUMULATE | Kind.REDUCE_SCATTER | Kind.ALL_REDUCE:
                 return [self.summed(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)]
-            case Kind.COPY | Kind.TRANSFER | Kind.ALL_GATHER | Kind.ALL_TO_ALL | Kind.ELEMENTWISE:
+            case Kind.COPY | Kind.TRANSFER | Kind.ALL_GATHER | Kind.ALL_TO_ALL | Kind.ELEMENTWISE | Kind.SCATTER:
                 return [self.moved(self.block(k), reads) for _, k, _ in targets]
             case other:
                 raise NotImplementedError(other)

@@ -43,8 +43,8 @@ REASONS: Final = {
         "do not, and the runs that were repeated have no documents on 32 GPUs"
     ),
     "The same on CAUSAL": (
-        "forward 0.3 to 0.5 ms a step are missing, as many as on FULL, and where is not known: gathers and scatters "
-        "around each kernel are priced as permutes already, as slow as scatters were on H200, and gathers were faster"
+        "forward 0.2 to 0.5 ms a step are missing, most on 8 GPUs, where it is as much under every mask, and where is "
+        "not known: not in gathers, scatters and merges around each kernel, which were measured (studies.probes.rows)"
     ),
 }
 """Findings that the whole study does not have, and why."""

@@ -9,10 +9,11 @@ every element. From PyTorch 2.8 on such gathers copy whole rows, if these lie at
 Engine is installed, kernels of its ring are measured, too, on the tensors of LongCA-bench's ring: 8,192 tokens a GPU,
 64 query and 8 key-value heads of dimension 128. Bytes are those that are read and written, without indices.
 
-What an H200 does: gathers of whole rows, ``index_select`` and ``x[i]`` among them, move 1.6 rows a nanosecond, or 3.6 TB/s
-from about 1 KiB a row on; what moves elements does 1.4 TB/s (scatters, old gathers, ``index_copy_``), 0.9 (``x[i] = y``) or
-0.7 (``index_add_``), down to rows of 128 bytes; neither order nor type of the index matters. Transformer Engine's kernels
-run at 2.7 to 3.8 TB/s. So cpsim prices gathers of rows as copies and whatever moves elements as a kind of its own.
+What an H200 does: gathers of whole rows, ``index_select`` and ``x[i]`` among them, move 1.6 rows a nanosecond, or
+3.6 TB/s from about 1 KiB a row on; what moves elements does 1.4 TB/s (scatters, old gathers, ``index_copy_``), 0.9
+(``x[i] = y``) or 0.7 (``index_add_``), down to rows of 128 bytes; neither order nor type of the index matters.
+Transformer Engine's kernels run at 2.7 to 3.8 TB/s. So cpsim prices gathers of rows as copies and whatever moves
+elements as a kind of its own.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ PROFILE: Final = "h100-fa3"
 MASKS: Final = ("full", "causal", "full_document", "causal_document")
 """The last two are the benchmark's FULL and CAUSAL DOCUMENT LONG."""
 PASSES: Final = ("fwd", "bwd")
-THEIRS, OURS = "longca-bench", "cpsim"
+THEIRS, OURS, REPEATED = "longca-bench", "cpsim", "magi-attention"
+"""Whose code runs: the benchmark's, our executor, and what MagiAttention repeated it with."""
 MECHANISMS: Final = ("ulysses", "ring_p2p", "ring_allgather", "usp", "loongtrain", "hybrid_cp")
 STRATEGIES: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
     "ulysses": ("ulysses", {}),
@@ -47,6 +48,12 @@ STRATEGIES: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
     "hybrid_cp": ("hybrid_cp", {}),
 }
 """Our names of the mechanisms."""
+CODES: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(MECHANISMS, (THEIRS, OURS)),
+    **dict.fromkeys(("ring_p2p", "ring_allgather"), (THEIRS, OURS, REPEATED)),
+    "hybrid_cp": (OURS,),
+}
+"""Of the repeated runs, those whose steps are compared."""
 LONG_SHARE: Final = 0.6
 LONG_BINS: Final = ([(8 * 1024, 30 * 1024)], [1.0])
 """Most of the tokens are of documents that are drawn uniformly between these lengths, both included."""
@@ -131,12 +138,11 @@ def run(
 
 
 def rows_of(point: Point) -> list[Row]:
-    """Every mechanism as the benchmark's code and as ours runs it, forward and backward."""
+    """Every mechanism as each code runs it, forward and backward."""
     return [
         _row(point, mechanism, implementation, pass_)
         for mechanism in MECHANISMS
-        for implementation in (THEIRS, OURS)
-        if (mechanism, implementation) != ("hybrid_cp", THEIRS)
+        for implementation in CODES[mechanism]
         for pass_ in PASSES
     ]
 

@@ -29,7 +29,7 @@ FEW = "profile a100 rests on few published calls and on ratios of data sheets"
 FEW_WAVES = "calls of 0.07 to 0.15 ms, whose blocks fill few waves, are priced 3 to 6 % too fast"
 RINGS = "on 8 GPUs, ring_p2p is published at 66 to 80 % of the predicted rate: not understood"
 REFIT = (
-    "37.9 GB/s since kernels of H100 are priced from its description; the preset keeps 39.0, which lies between that "
+    "38.2 GB/s since kernels of H100 are priced from its description; the preset keeps 39.0, which lies between that "
     "and 39.7, measured on another cluster"
 )
 SPLIT = "they follow the split kernel of flash-attn 2, of which single short calls are off by as much"

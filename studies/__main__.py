@@ -185,7 +185,7 @@ def _distca_scale(
     files: dict[str, Path | None], out: Path | None, html: Path | None, as_json: bool, jobs: int | None
 ) -> None:
     from studies.distca.reproduce import read_lengths
-    from studies.distca.scale import reproduce, reproduce_fits, reproduce_known
+    from studies.distca.scale import reproduce, reproduce_fits, reproduce_known, reproduce_walls
     from studies.distca.scale_report import scale_html, scale_record, scale_view
 
     lists = {name: read_lengths(path) for name, path in files.items() if path}
@@ -196,9 +196,11 @@ def _distca_scale(
         known = reproduce_known(lists=lists, jobs=jobs, progress=progress)
     with progress_bar("Predicting memory") as progress:
         fits = reproduce_fits(lists=lists, jobs=jobs, progress=progress)
+    with progress_bar("Predicting how long runs took") as progress:
+        walls = reproduce_walls(lists=lists, jobs=jobs, progress=progress)
     _write_page(html, lambda: scale_html(runs, listed))
-    record = json.dumps(scale_record(runs, known, fits, listed), indent=1) + "\n"
-    _hand_out(record, lambda: scale_view(runs, known, fits, listed), out, as_json)
+    record = json.dumps(scale_record(runs, known, fits, walls, listed), indent=1) + "\n"
+    _hand_out(record, lambda: scale_view(runs, known, fits, walls, listed), out, as_json)
 
 
 def _distca_speed_ups(

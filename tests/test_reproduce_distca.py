@@ -288,6 +288,40 @@ def test_what_fitted_into_memory_tells_that_the_mlp_is_computed_again():
         assert run.memory_bytes == pytest.approx(stored["memory_bytes"], rel=0.07)
 
 
+def test_runs_of_later_days_take_what_is_predicted_and_loading_and_planning():
+    """Also those with large nano-batches: what is left of the time from start to start grows with ticks alone."""
+    record = json.loads(pipelines_page.RECORD.read_text(encoding="utf-8"))["walls"]
+    assert len(record) == len(distca_scale.walls()) == 8
+    assert sum(pipelines_page._nano_batch(run) == pipelines_page.LARGE for run in record) == 6
+    ticks = np.array([2 * 5 * (run["plan"]["microbatches"] + run["plan"]["stages"] - 1) for run in record])
+    wall, predicted = (np.array([run[name] for run in record]) for name in ("wall_s", "predicted_s"))
+    rest = wall - predicted
+    assert np.abs(rest - np.polyval(np.polyfit(ticks, rest, 1), ticks)).max() < 0.05 * wall.max()
+    shortest = min(distca_scale.walls(), key=lambda run: run.wall_s)
+    (found,) = distca_scale.reproduce_walls([shortest], jobs=1)  # stand-ins for documents
+    stored = next(run for run in record if run["wall_s"] == shortest.wall_s)
+    assert found.predicted_s == pytest.approx(stored["predicted_s"], rel=0.2)
+
+
+def test_runs_that_are_not_understood_are_those_that_memory_holds_only_if_the_mlp_is_computed_again():
+    record = json.loads(pipelines_page.RECORD.read_text(encoding="utf-8"))["interim"]
+    runs = [run for run in record if run["system"] == "distca"]
+    needed = {
+        far: [run["kept_bytes"] for run in runs if (abs(pipelines_page._error(run)) > pipelines_page.FAR) == far]
+        for far in (True, False)
+    }
+    assert (len(needed[True]), len(needed[False])) == (4, 18)
+    assert 0 < max(needed[False]) < 0.8 * min(needed[True])
+
+
+def test_exchanges_at_less_bandwidth_take_longer():
+    (row,) = rows_of(LONGEST, 4, "distca")
+    documents = [np.array([LONGEST]), np.array([LONGEST])]
+    choices = Choice(streams=1), Choice(streams=1, bandwidth=0.5)
+    full, half = (distca_seconds(step_model(row), documents, choice) for choice in choices)
+    assert half > full
+
+
 def test_keys_for_each_task_take_longer_and_fill_buffers():
     long = np.array([16 * 8192])
     step = cut_model("llama3-8b", 64, 16 * 8192, 8)

@@ -19,7 +19,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
 
-from studies.distca.scale import BAR, SYSTEMS, K
+import numpy as np
+
+from studies.distca.reproduce import TP, Floats
+from studies.distca.scale import BAR, ITERATIONS, OWN_DATA, SYSTEMS, K
 
 FOLDER: Final = Path(__file__).parent
 FAR: Final = 0.2
@@ -48,7 +51,8 @@ def page(record: Record, ratios: Record | None) -> str:
         ["# DistCA's runs with pipelines", "", "Written by `python -m studies.distca.pipelines_page`. " + INTRODUCTION],
         ["## By group", "", *_groups(record)],
         ["## What each assumption is worth", "", WORTH, "", *_worth(record)],
-        ["## What is left", "", _left(record)],
+        ["## What is left", "", *_left(record)],
+        ["## From start to start", "", *_walls(record)],
         ["## What fitted into memory", "", MEMORY, "", *_fits(record)],
         ["## Run by run", "", RUNS, "", *_runs(record)],
         ["## Runs of a known plan", "", *_known(record)],
@@ -70,20 +74,84 @@ WORTH: Final = (
 )
 MEMORY: Final = (
     "Bytes of the fullest GPU that are predicted for DistCA's runs of 34B with 48 layers, buffers of exchanges "
-    "included, and whether the run fitted. H200 have 141 GB. A same-phase pipeline of P stages holds up to 2 P - 1 "
-    "microbatches."
+    "included, and whether the run fitted. PyTorch has 150 GB of an H200. A same-phase pipeline of P stages holds up "
+    "to 2 P - 1 microbatches."
 )
 LEFT: Final = (
     "Four of DistCA's interim runs take 1.3 to 1.5 times as long as is predicted, the others are {others} off "
-    "({signed}): {settings}. Why is not known. These are the settings none of whose plans has small "
-    "nano-batches: all have 65,536 tokens of 8B or 32,768 of 34B on every GPU, or more, where each other setting has a "
-    "plan with half as many. Exchanges that follow computation would not explain them. Two of the four have no "
-    "counterpart with the other data set, so that its run seems not to have finished. A script of DistCA's authors "
-    "traces `cudaFree`, which waits for all kernels, and its one run has just these 65,536 tokens of 8B "
-    "(`salloc_srun.torch-cudafree.sh` beside the results); settings of PyTorch's allocator stand in all of them, "
-    "commented out. Predicted memory of three of the four is 53 to 59 GB for some plan, far from what a GPU has, so "
-    "that only fragments could fill it: that they did is not recorded."
+    "({signed}): {settings}. No cause is proven. These are the settings none of whose plans has small nano-batches: "
+    "all have 65,536 tokens of 8B or 32,768 of 34B on every GPU, or more, where each other setting has a plan with "
+    "half as many. Two of the four have no counterpart with the other data set, so that its run seems not to have "
+    "finished. What was examined, with errors of the four if it were so, in the order of the table run by run:"
 )
+EXAMINED: Final = (
+    (
+        "exchanges are slow, or do not hide",
+        "free: {exchanges cost nothing}; 4/5 of the bandwidth: {exchanges have 4/5 of the bandwidth}; after "
+        "computation: {exchanges follow computation}",
+        "no",
+    ),
+    (
+        "exchanges overflow their buffers, and work stays where it is",
+        "they need {buffers} GiB of 2, and of 4 in the first of these; the program has one tolerance, which it raises "
+        "since 15ca1d2 only; what overflows hangs, its scripts say",
+        "no",
+    ),
+    (
+        "there are more tokens than assumed, idle stages cost more, or kernels are slow at such sizes",
+        "runs of later days with as many tokens take as long as is predicted (see the next section); d2/runtime and "
+        "csrc, which ran them, are those of 031ba42 but for the keys that are sent",
+        "no",
+    ),
+    (
+        "attention is deterministic, which takes about twice as long backward",
+        "scripts allow the other kind (NVTE_ALLOW_NONDETERMINISTIC_ALGO in tests/test_megatron_e2e_pipeline_with_cp.sh "
+        "at 9cb27ea)",
+        "no",
+    ),
+    ("runs of ProLong have its documents", "{ProLong's runs have its documents}; others are {own} off then", "no"),
+    (
+        "runs stopped early: means are of the iterations that were recorded (table.ipy.py beside the results)",
+        "the first one alone: {only the first iteration was recorded}",
+        "not of all",
+    ),
+    ("only the slowest plan finished", "{slowest}", "not of all"),
+    (
+        "nothing is computed again, and memory is full",
+        "then every plan of these settings needs {full} GB or more, each other setting has one of {room} GB or less; "
+        "PyTorch that frees memory waits for all kernels, so that exchanges do not hide: {nothing is computed again, "
+        "exchanges follow computation}",
+        "open",
+    ),
+)
+"""Possible causes, what speaks of each, and whether it is one. Fields are assumptions of ``OTHERWISE``, and others."""
+OPEN: Final = (
+    "For the last one speak: the program of 21 September (9cb27ea) has no option to compute anything again, and gets "
+    "it in the commit that gives it the data set, which these runs lacked; a note that 34B with 512K and buffers of 4 "
+    "GB is out of memory, where it needs {again} GB if the MLP is computed again and {kept} GB if not, while {most} GB "
+    "fitted some days later; a script that traces `cudaFree` in a run with 65,536 tokens of 8B "
+    "(`salloc_srun.torch-cudafree.sh` beside the results). Against it: three of the four would leave PyTorch next to "
+    "nothing of its 150 GB or need more, and the other runs would be {nothing} off. So the MLP stays computed again "
+    "here.",
+    "34B with 128K is {small} off on 128 GPUs, and {large} on 256. No assumption brings both together: they are "
+    "{both}. Its slowest plan alone, 4 stages and 4 microbatches, would be {alone} off on 256; which plans finished is "
+    "not recorded. Of runs that are alike one takes up to {noise} longer.",
+)
+BOTH: Final = (
+    "exchanges have 4/5 of the bandwidth",
+    "its scheduler's tolerance is 0.05",
+    "nothing is computed again",
+)
+"""Assumptions under which two runs are compared."""
+WALLS: Final = (
+    "Names of DistCA's later runs of 34B begin with the time of their start. Until the next one starts they load, "
+    "plan, and run six iterations, whose time is predicted. The rest is {start:.0f} s and {tick:.2f} s for each tick "
+    "of a nano-batch that was planned, within {within:.0f} s. If iterations with 32,768 tokens took {factor} times as "
+    "long, no such sum would be within {slow:.0f} s of all rests."
+)
+SLOW: Final = 1.35
+LARGE: Final = 32768
+"""Tokens of a nano-batch of 34B."""
 FAR_OFF: Final = (
     "Further outside are {count}: {where}. With 8B and 128K on 64 GPUs DistCA's exchanges are hidden, and WLB loses "
     "little to begin with: it waits for 1 % of its time and gathers for 5 %, 13 % and 2 % with two stages, under the "
@@ -141,21 +209,106 @@ def _worth(record: Record) -> list[str]:
     return _table(("system", "if", "runs", "mean error", "signed"), rows)
 
 
-def _left(record: Record) -> str:
-    runs = [run for run in record["interim"] if run["system"] == "distca"]
-    far = [run for run in runs if abs(_error(run)) > FAR]
-    others = [_error(run) for run in runs if abs(_error(run)) <= FAR]
-    settings = "; ".join(dict.fromkeys(_what(run["setting"]) for run in far))
+def _left(record: Record) -> list[str]:
+    runs = sorted((run for run in record["interim"] if run["system"] == "distca"), key=_error)
+    far, near = ([run for run in runs if (abs(_error(run)) > FAR) == is_far] for is_far in (True, False))
     assert len(far) == 4
-    return LEFT.format(others=_percent(_size(others)), signed=_signed(mean(others)), settings=settings)
+    fields = {name: _each(_if(run, name) for run in far) for name in record["worth"]["distca"]} | {
+        OWN_DATA: _each(_if(run, OWN_DATA) if OWN_DATA in run["otherwise"] else _error(run) for run in far),
+        "others": _percent(_size([_error(run) for run in near])),
+        "signed": _signed(mean(map(_error, near))),
+        "settings": "; ".join(dict.fromkeys(_what(run["setting"]) for run in far)),
+        "buffers": ", ".join(f"{run['outcomes'][0]['buffer_bytes'] / 2**30:.1f}" for run in far),
+        "own": _percent(_size([_if(run, OWN_DATA) or 0.0 for run in near if OWN_DATA in run["otherwise"]])),
+        "slowest": _each(map(_slowest, far)),
+        "full": _gb(min(run["kept_bytes"] for run in far)),
+        "room": _gb(max(run["kept_bytes"] for run in near)),
+        "again": _gb(far[0]["outcomes"][0]["memory_bytes"]),
+        "kept": _gb(far[0]["kept_bytes"]),
+        "most": _gb(max(run["memory_bytes"] for run in record["fits"] if run["fitted"])),
+        "nothing": _signed(mean(_if(run, BOTH[-1]) or 0.0 for run in near)),
+        **_opposite(near),
+    }
+    rows = [(cause, text.format_map(fields), verdict) for cause, text, verdict in EXAMINED]
+    table = _table(("possible cause", "evidence", "the cause"), rows)
+    return [LEFT.format_map(fields), "", *table, "", OPEN[0].format_map(fields), "", OPEN[1].format_map(fields)]
+
+
+def _opposite(runs: Sequence[Record]) -> dict[str, str]:
+    """Of 34B with 128K on 128 and 256 GPUs, and how far times of two runs of the same documents are apart."""
+    on: dict[int, list[Record]] = {128: [], 256: []}
+    alike: dict[str, list[float]] = {}
+    for run in runs:
+        of = run["setting"]
+        alike.setdefault(_what(of), []).append(run["published_s"])
+        if of["model"] == "34b" and of["context"] == 128 * K:
+            on[of["gpus"]].append(run)
+    small, large = (_signed(mean(map(_error, found))) for found in on.values())
+    both = [
+        " and ".join(_signed(mean(_if(run, name) or 0.0 for run in found)) for found in on.values()) + f" if {name}"
+        for name in BOTH
+    ]
+    noise = max(max(times) / min(times) - 1 for times in alike.values())
+    alone = _each(map(_slowest, on[256]), " and ")
+    return {"small": small, "large": large, "both": "; ".join(both), "alone": alone, "noise": _percent(noise)}
+
+
+def _walls(record: Record) -> list[str]:
+    runs = record["walls"]
+    ticks = np.array([2 * ITERATIONS * (run["plan"]["microbatches"] + run["plan"]["stages"] - 1) for run in runs])
+    tokens = [_nano_batch(run) for run in runs]
+    predicted, wall = (np.array([run[name] for run in runs]) for name in ("predicted_s", "wall_s"))
+    columns = np.stack([np.ones(len(runs)), ticks], axis=1)
+
+    def unexplained(seconds: Floats) -> tuple[Floats, float]:
+        """What fits best of what is left, and how much it leaves at most."""
+        found = np.linalg.lstsq(columns, seconds, rcond=None)[0]
+        return found, float(np.abs(seconds - columns @ found).max())
+
+    (start, tick), within = unexplained(wall - predicted)
+    _, slow = unexplained(wall - predicted * np.where(np.array(tokens) >= LARGE, SLOW, 1.0))
+    rows = []
+    for run, size, count in zip(runs, tokens, ticks, strict=True):
+        times = (f"{s:.0f}" for s in (run["wall_s"], run["predicted_s"], run["wall_s"] - run["predicted_s"]))
+        rows.append((_what(run["setting"]), _cut(run["plan"]), f"{size:,}", *times, count))
+    names = "run", "plan", "tokens of a nano-batch", "start to start s", "six iterations, predicted", "rest", "ticks"
+    return [WALLS.format(start=start, tick=tick, within=within, slow=slow, factor=SLOW), "", *_table(names, rows)]
+
+
+def _cut(plan: Record) -> str:
+    return f"{plan['stages']} stages, {plan['microbatches']} microbatches"
+
+
+def _nano_batch(run: Record) -> int:
+    """Tokens of a GPU in one nano-batch."""
+    of, plan = run["setting"], run["plan"]
+    replicas = of["gpus"] // TP // plan["stages"]
+    return int(of["sequences"] * of["context"] // replicas // plan["microbatches"] // 2)
+
+
+def _if(run: Record, name: str) -> float | None:
+    """Error under an assumption; None where no plan fits into memory then."""
+    return run["otherwise"][name] / run["published_s"] - 1 if name in run["otherwise"] else None
+
+
+def _slowest(run: Record) -> float:
+    """Error if the slowest plan were the one that counts."""
+    return float(run["outcomes"][-1]["time_s"] / run["published_s"] - 1)
+
+
+def _each(errors: Iterable[float | None], between: str = ", ") -> str:
+    return between.join("does not fit" if error is None else _signed(error) for error in errors)
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.0f}"
 
 
 def _fits(record: Record) -> list[str]:
     rows = []
     for run in sorted(record["fits"], key=lambda run: run["memory_bytes"]):
-        plan, needed = run["plan"], (f"{run[name] / 1e9:.0f}" for name in ("memory_bytes", "kept_bytes"))
-        cut = f"{plan['stages']} stages, {plan['microbatches']} microbatches"
-        rows.append((_what(run["setting"]), cut, "yes" if run["fitted"] else "no", *needed))
+        needed = (_gb(run[name]) for name in ("memory_bytes", "kept_bytes"))
+        rows.append((_what(run["setting"]), _cut(run["plan"]), "yes" if run["fitted"] else "no", *needed))
     return _table(("run", "plan", "fitted", "GB", "GB if nothing were computed again"), rows)
 
 
@@ -168,7 +321,7 @@ def _runs(record: Record) -> list[str]:
     for run in sorted(record["interim"], key=_error):
         of, first = run["setting"], run["outcomes"][0]
         plan, time_s = first["plan"], first["time_s"]
-        cut = f"{plan['stages']} stages, {plan['microbatches']} microbatches" + f", CP {plan['cp']}" * (plan["cp"] > 1)
+        cut = _cut(plan) + f", CP {plan['cp']}" * (plan["cp"] > 1)
         shares = [
             _percent(first[f"{name}_s"] / time_s) if run["system"] == "wlb" else "" for name in ("gathers", "idle")
         ]

@@ -149,6 +149,8 @@ class Choice:
     """Whether servers attend once more before they do backward."""
     each: bool = False
     """Whether every task gets keys of its own, see ``traffic``; else a server gets a key once."""
+    bandwidth: float = 1.0
+    """Of exchanges, over the cluster's."""
 
 
 ABLATIONS: Final = {
@@ -423,7 +425,8 @@ def _served_layers(
     busiest[1] += choice.again * busiest[0]
     fabric = step.parallel.group(step.cluster, servers).fabric
     assert fabric is not None
-    exchanges = fabric.latency_s + np.stack([one.busiest() for one in sent]) / fabric.uplink_bandwidth_bytes_per_s
+    rate = fabric.uplink_bandwidth_bytes_per_s * choice.bandwidth
+    exchanges = fabric.latency_s + np.stack([one.busiest() for one in sent]) / rate
     exchanges += costs.swept("copy", 2 * np.stack([one.kept() for one in sent]))
     beside = exchanges if choice.streams == 2 else np.zeros_like(exchanges)
     where, packs = "collective between nodes", home.max(axis=-1) + np.array(gates)[:, None]

@@ -5,7 +5,8 @@ was, and which did not finish, is not recorded. WLB-ideal runs 1F1B, DistCA same
 serve. Runs on 512 GPUs have one plan each. For the paper's speed-ups both systems get the fastest of several plans.
 
 DistCA's interim runs of ProLong have Pretrain's documents, see ``DRAWN``. What programs compute again in the backward
-pass and send is told by their code and by what fitted into memory, see ``INTERIM`` and ``fits``.
+pass and send is told by their code and by what fitted into memory, see ``INTERIM`` and ``fits``. How long later runs
+took from start to start is known, too, see ``walls``.
 
 Reference: DistCA (arXiv 2510.18121), section 6 and tables 3 and 4; hao-ai-lab/DistCA at 9cb27ea, 031ba42, 3af30df and
 c6c719e, programs and records of experiments.
@@ -56,6 +57,10 @@ TOLERANCE: Final = 0.1
 """Of DistCA's scheduler in its program with pipelines (tests/test_util.py at 031ba42)."""
 BUFFER: Final = 2 * 1024**3
 """Bytes of a buffer of DistCA's exchanges (EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB of its scripts)."""
+LATER_BUFFER: Final = 2 * BUFFER
+"""The same of ``fits`` (benchmarks/_250923_test_pp_34b/salloc_srun.pp_34b.v2.sh at 3af30df)."""
+LATER_TOLERANCE: Final = 0.05
+"""Of DistCA's scheduler in ``walls``, where it begins (MIN_TOLERANCE_FACTOR in tests/test_util.py at 3af30df)."""
 BAR: Final = 0.08
 """Mean error that predictions of runs with pipelines are to stay within."""
 System = Literal["wlb", "distca"]
@@ -78,6 +83,8 @@ class Program:
     choice: Choice = field(default_factory=Choice)
     """Of DistCA."""
     schedule: PipelineSchedule = "1f1b"
+    iterations: int = ITERATIONS
+    """That times of interim runs are means of."""
 
     def cut(self, setting: Setting, plan: Plan) -> StepModel:
         """The model of a setting, cut as a plan says.
@@ -106,8 +113,10 @@ again (tests/test_wlb_e2e.py); that its runs came before shows where only docume
 ten pairs grow by 1.33 times (median) what they would if it attended once.
 
 DistCA's program does not pass the option on either, and its attention is no module that Megatron-Core could compute
-again. But the MLP it did compute again, or memory would not have held its runs: see ``fits``, whose runs are a few days
-younger, and two of the interim runs would need more than a GPU has.
+again. But the MLP it did compute again a few days later, or memory would not have held its runs, see ``fits``; two of
+the interim runs would need more than a GPU has, too. Its program of 21 September (9cb27ea) has no such option at all,
+and a note at 031ba42 calls a plan out of memory that would have fitted: what interim runs computed again is not known
+for sure, see pipelines.md.
 
 DistCA's keys went to a server once for every task there. Since 5d51eca, which is younger than the results, they go
 once. Its scripts say so, too: 34B with 512K "need 4GB nvshmem buffer to not get stuck", and 3.8 GB are predicted to be
@@ -119,19 +128,25 @@ PAPER: Final[Mapping[int, Mapping[System, Program]]] = {
 }
 """Of the paper's settings, by pipeline stages: all have the MLP computed again (tests/test_e2e_combined.py and
 tests/test_wlb_e2e.py at c6c719e), as runs on 512 GPUs did, and keys are sent once."""
+NOTHING: Final = replace(INTERIM["distca"], again="none")
+OWN_DATA: Final = "ProLong's runs have its documents"
 OTHERWISE: Final[Mapping[System, Mapping[str, Program]]] = {
     "wlb": {"the MLP is computed again, not attention": Program()},
     "distca": {
-        "nothing is computed again": replace(INTERIM["distca"], again="none"),
+        "nothing is computed again": NOTHING,
+        "nothing is computed again, exchanges follow computation": replace(NOTHING, choice=replace(EACH, streams=1)),
         **{
             name: replace(INTERIM["distca"], choice=choice)
             for name, choice in {
                 "keys are sent to a server once": POOLED,
                 "exchanges cost nothing": replace(EACH, streams=0),
                 "exchanges follow computation": replace(EACH, streams=1),
+                "exchanges have 4/5 of the bandwidth": replace(EACH, bandwidth=0.8),
                 "its scheduler's tolerance is 0.05": replace(EACH, tolerance=0.05),
             }.items()
         },
+        "only the first iteration was recorded": replace(INTERIM["distca"], iterations=1),
+        OWN_DATA: INTERIM["distca"],
     },
 }
 """What interim runs might have been instead."""
@@ -196,7 +211,9 @@ class Interim:
     outcomes: tuple[Outcome, ...] = ()
     """Of the plans that were tried and fit into memory, the fastest first."""
     otherwise: Mapping[str, float] = field(default_factory=dict)
-    """Mean of the fastest plan if something were otherwise [s], see ``OTHERWISE``."""
+    """Mean of the then fastest plan if something were otherwise [s], see ``OTHERWISE``."""
+    kept_bytes: int = 0
+    """Least memory that any plan of DistCA needs in its first iteration if nothing is computed again."""
 
     @property
     def predicted_s(self) -> float:
@@ -243,6 +260,18 @@ class Fit:
     """Predicted; see ``distca_memory``."""
     kept_bytes: int = 0
     """The same if nothing were computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wall:
+    """How long a run of DistCA took, with all that it did."""
+
+    setting: Setting
+    plan: Plan
+    wall_s: float
+    """From its start to that of the next run."""
+    predicted_s: float = 0.0
+    """Of all its iterations; the first one runs twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +361,19 @@ def fits() -> tuple[Fit, ...]:
             fitted=line["status"] == "pass",
         )
         for line in published_lines(FOLDER / "distca-memory.csv")
+    )
+
+
+@cache
+def walls() -> tuple[Wall, ...]:
+    """Runs of DistCA of 34B whose start, and the next one's, is recorded."""
+    return tuple(
+        Wall(
+            setting=_setting({**line, "model": "34b"}, data="pretrain"),
+            plan=Plan(stages=int(line["stages"]), microbatches=int(line["microbatches"])),
+            wall_s=float(line["wall_s"]),
+        )
+        for line in published_lines(FOLDER / "distca-walls.csv")
     )
 
 
@@ -439,19 +481,20 @@ def _microbatches(documents: Ints, plan: Plan) -> list[tuple[Ints, Ints]]:
     return list(zip(cuts[:count], cuts[count:], strict=True))
 
 
-def distca_memory(step: StepModel, tokens: int, found: Pooled) -> int:
+def distca_memory(step: StepModel, tokens: int, found: Pooled, buffer: int = BUFFER) -> int:
     """Bytes of the fullest stage of ``distca``, with what its servers hold and four buffers of its exchanges: to send
-    from and to receive into, for either nano-batch. They have 2 GiB each, or twice that where it is not enough.
+    from and to receive into, for either nano-batch. They have twice their size where it is not enough.
 
     Args:
         step: the run.
         tokens: of an iteration.
         found: its time.
+        buffer: bytes of a buffer.
     """
     parallel = step.parallel
     each = tokens // parallel.dp // parallel.microbatches
     most = max(step.stage_memory(each, stage, found.served_bytes).total for stage in range(parallel.pp))
-    return most + 4 * (BUFFER if found.buffer_bytes <= BUFFER else 2 * BUFFER)
+    return most + 4 * (buffer if found.buffer_bytes <= buffer else 2 * buffer)
 
 
 def _idle_s(step: Step) -> float:
@@ -481,12 +524,14 @@ def reproduce(
         progress: called with (done, total) runs.
     """
     chosen = published() if runs is None else runs
-    asked = list(dict.fromkeys((_drawn(run), run.system) for run in chosen))
+    asked = list(dict.fromkeys((setting, run.system) for run in chosen for setting in (_drawn(run), run.setting)))
     found = dict(zip(asked, mapped(partial(_interim, lists=lists or {}), asked, jobs, progress), strict=True))
-    return [
-        replace(run, outcomes=best, otherwise=others)
-        for run, (best, others) in ((run, found[_drawn(run), run.system]) for run in chosen)
-    ]
+    answered = []
+    for run in chosen:
+        answer, own = found[_drawn(run), run.system], found[run.setting, run.system]
+        others = answer.otherwise if own is answer else {**answer.otherwise, OWN_DATA: own.predicted_s}
+        answered.append(replace(answer, setting=run.setting, published_s=run.published_s, otherwise=others))
+    return answered
 
 
 def _drawn(run: Interim) -> Setting:
@@ -494,16 +539,31 @@ def _drawn(run: Interim) -> Setting:
     return replace(run.setting, data=DRAWN[run.system] or run.setting.data)
 
 
-def _interim(asked: tuple[Setting, System], lists: Lists) -> tuple[tuple[Outcome, ...], dict[str, float]]:
+def _interim(asked: tuple[Setting, System], lists: Lists) -> Interim:
     setting, system = asked
     among = tried()[setting.model, setting.gpus, setting.context, setting.sequences, system]
-    given = sample(setting.data, setting.context, lengths=lists.get(setting.data)), range(ITERATIONS)
-    found = outcomes(setting, INTERIM[system], system, among, *given)
+    packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
+    found = outcomes(setting, INTERIM[system], system, among, packed, range(ITERATIONS))
+    run = Interim(setting=setting, system=system, published_s=0.0, outcomes=tuple(found))
+    if DRAWN[system] not in (None, setting.data):
+        return run  # documents that it did not have: only its time is asked for
     others: dict[str, float] = {}
     for name, program in OTHERWISE[system].items():
-        with suppress(InfeasibleError):  # it would not fit into memory
-            others[name] = outcomes(setting, program, system, [found[0].plan], *given)[0].time_s
-    return tuple(found), others
+        if name != OWN_DATA:
+            with suppress(InfeasibleError):  # it would not fit into memory
+                asked_of = program, system, among, packed, range(program.iterations)
+                others[name] = outcomes(setting, *asked_of)[0].time_s
+    if system == "wlb":
+        return replace(run, otherwise=others)
+    first = np.concatenate(iteration(packed, 0, setting.sequences // 2))
+    return replace(run, otherwise=others, kept_bytes=min(_needed(setting, plan, NOTHING, first) for plan in among))
+
+
+def _needed(setting: Setting, plan: Plan, program: Program, documents: Ints, buffer: int = BUFFER) -> int:
+    """Bytes of the fullest stage of ``distca`` in an iteration, whether or not a GPU has them."""
+    step = program.cut(setting, plan)
+    found = pooled(step, _microbatches(documents, plan), program.choice)
+    return distca_memory(step, setting.sequences * setting.context, found, buffer)
 
 
 def reproduce_known(
@@ -542,12 +602,30 @@ def _fit(run: Fit, lists: Lists) -> Fit:
     setting, program = run.setting, PAPER[2]["distca"]
     packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
     documents = np.concatenate(iteration(packed, 0, setting.sequences // 2))
-    needed = []
-    for again in ("mlp", "none"):
-        step = replace(program, again=again).cut(setting, run.plan)
-        found = pooled(step, _microbatches(documents, run.plan), program.choice)
-        needed.append(distca_memory(step, setting.sequences * setting.context, found))
-    return replace(run, memory_bytes=needed[0], kept_bytes=needed[1])
+    again, kept = (
+        _needed(setting, run.plan, replace(program, again=what), documents, LATER_BUFFER) for what in ("mlp", "none")
+    )
+    return replace(run, memory_bytes=again, kept_bytes=kept)
+
+
+def reproduce_walls(
+    runs: Sequence[Wall] | None = None,
+    lists: Lists | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> list[Wall]:
+    """Times of all iterations of runs whose start is recorded; arguments as of ``reproduce``."""
+    return mapped(partial(_wall, lists=lists or {}), walls() if runs is None else runs, jobs, progress)
+
+
+def _wall(run: Wall, lists: Lists) -> Wall:
+    setting, program = run.setting, PAPER[2]["distca"]
+    packed = sample(setting.data, setting.context, lengths=lists.get(setting.data))
+    program = replace(program, choice=replace(program.choice, tolerance=LATER_TOLERANCE))
+    step = program.cut(setting, run.plan)
+    batches = [iteration(packed, i, setting.sequences // 2) for i in (0, *range(ITERATIONS))]
+    taken = (pooled(step, _microbatches(np.concatenate(batch), run.plan), program.choice).time_s for batch in batches)
+    return replace(run, predicted_s=sum(taken))
 
 
 def worth(runs: Sequence[Interim]) -> dict[System, dict[str, list[float]]]:

@@ -28,6 +28,7 @@ from studies.distca.scale import (
     Known,
     Setting,
     SpeedUp,
+    Wall,
     worth,
 )
 
@@ -52,12 +53,14 @@ STAND_INS = (
 )
 
 
-def scale_view(runs: Sequence[Interim], known: Sequence[Known], fits: Sequence[Fit], listed: bool) -> RenderableType:
-    """Interim runs, their errors, what assumptions are worth, runs of known plans, what fitted into memory, and what
-    all rest on.
+def scale_view(
+    runs: Sequence[Interim], known: Sequence[Known], fits: Sequence[Fit], walls: Sequence[Wall], listed: bool
+) -> RenderableType:
+    """Interim runs, their errors, what assumptions are worth, runs of known plans, what fitted into memory, how long
+    runs took with all that they did, and what all rest on.
 
     Args:
-        runs, known, fits: with predictions.
+        runs, known, fits, walls: with predictions.
         listed: whether lists of documents were given.
     """
     made = table(
@@ -77,7 +80,7 @@ def scale_view(runs: Sequence[Interim], known: Sequence[Known], fits: Sequence[F
     errors = table(("mean error", "left"), ("of all", "right"), ("signed", "right"), ("to stay within", "right"))
     for name, (error, signed) in mean_errors(runs).items():
         errors.add_row(name, f"{100 * error:.1f} %", signed_percent(signed), f"{100 * BAR:.0f} %")
-    parts = made, errors, _worth(runs), _known(known), _fits(fits)
+    parts = made, errors, _worth(runs), _known(known), _fits(fits), _walls(walls)
     notes = [Text(f"- {note}") for note in basis(listed)]
     return Group(*(one for part in parts for one in (part, Text())), *notes)
 
@@ -134,6 +137,14 @@ def _fits(fits: Sequence[Fit]) -> RenderableType:
     return made
 
 
+def _walls(walls: Sequence[Wall]) -> RenderableType:
+    made = table(("distca's 34B, start to start", "left"), ("s", "right"), ("iterations", "right"), ("rest", "right"))
+    for run in walls:
+        times = (f"{seconds:.0f}" for seconds in (run.wall_s, run.predicted_s, run.wall_s - run.predicted_s))
+        made.add_row(f"{_words(run.setting)}, {run.plan}", *times)
+    return made
+
+
 def mean_errors(runs: Sequence[Interim]) -> dict[str, tuple[float, float]]:
     """Mean of absolute errors and of errors, by system and of all."""
     by_name: dict[str, list[float]] = {name: [run.error for run in runs if run.system == name] for name in SYSTEMS}
@@ -141,13 +152,16 @@ def mean_errors(runs: Sequence[Interim]) -> dict[str, tuple[float, float]]:
     return {name: (mean(map(abs, errors)), mean(errors)) for name, errors in every.items() if errors}
 
 
-def scale_record(runs: Sequence[Interim], known: Sequence[Known], fits: Sequence[Fit], listed: bool) -> dict[str, Any]:
+def scale_record(
+    runs: Sequence[Interim], known: Sequence[Known], fits: Sequence[Fit], walls: Sequence[Wall], listed: bool
+) -> dict[str, Any]:
     """The same for machines."""
     return {
         "basis": basis(listed),
         "interim": [asdict(run) | {"predicted_s": run.predicted_s} for run in runs],
         "known": [asdict(run) for run in known],
         "fits": [asdict(run) for run in fits],
+        "walls": [asdict(run) for run in walls],
         "mean_errors": {name: error for name, (error, _) in mean_errors(runs).items()},
         "signed_errors": {name: signed for name, (_, signed) in mean_errors(runs).items()},
         "worth": worth(runs),

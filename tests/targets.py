@@ -44,7 +44,7 @@ GB300 = (
 )
 NANO = (
     "four of DistCA's 22 interim runs, whose plans all have large nano-batches, take 1.3 to 1.5 times as long as is "
-    "predicted: not understood; the others are 4 % off"
+    "predicted: no cause is proven (studies/distca/pipelines.md); the others are 4 % off"
 )
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
 SLOWED = (

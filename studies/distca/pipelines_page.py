@@ -69,8 +69,9 @@ WORTH: Final = (
     "Interim runs if one thing were otherwise; `runs` are those whose memory allows it. What programs did is told by "
     "their code and by their authors' notes ([scale.py](scale.py), `INTERIM`). Their scripts ask to compute the MLP "
     "again in the backward pass. WLB's program does not pass this on, and Megatron-Core then takes core attention: it "
-    "gathers and attends twice. DistCA's computes the MLP again, or it would not have fitted into memory. It sent a "
-    "server the keys of a document once for each of its tasks there; since 25 September 2025 it sends them once."
+    "gathers and attends twice. DistCA's is taken to compute the MLP again, as later runs did, which would not have "
+    "fitted into memory otherwise. It sent a server the keys of a document once for each of its tasks there; since 25 "
+    "September 2025 it sends them once."
 )
 MEMORY: Final = (
     "Bytes of the fullest GPU that are predicted for DistCA's runs of 34B with 48 layers, buffers of exchanges "
@@ -94,7 +95,7 @@ EXAMINED: Final = (
     (
         "exchanges overflow their buffers, and work stays where it is",
         "they need {buffers} GiB of 2, and of 4 in the first of these; the program has one tolerance, which it raises "
-        "since 15ca1d2 only; what overflows hangs, its scripts say",
+        "since 15ca1d2 only; with buffers too small it hangs, say its scripts",
         "no",
     ),
     (
@@ -128,11 +129,11 @@ EXAMINED: Final = (
 OPEN: Final = (
     "For the last one speak: the program of 21 September (9cb27ea) has no option to compute anything again, and gets "
     "it in the commit that gives it the data set, which these runs lacked; a note that 34B with 512K and buffers of 4 "
-    "GB is out of memory, where it needs {again} GB if the MLP is computed again and {kept} GB if not, while {most} GB "
-    "fitted some days later; a script that traces `cudaFree` in a run with 65,536 tokens of 8B "
-    "(`salloc_srun.torch-cudafree.sh` beside the results). Against it: three of the four would leave PyTorch next to "
-    "nothing of its 150 GB or need more, and the other runs would be {nothing} off. So the MLP stays computed again "
-    "here.",
+    "GB is out of memory (`salloc_srun.test_pp_basic.missing-v1.sh` beside the results), where it needs {again} GB if "
+    "the MLP is computed again and {kept} GB if not, while {most} GB fitted some days later; and a script that traces "
+    "`cudaFree` in a run with 65,536 tokens of 8B (`salloc_srun.torch-cudafree.sh`). Against it: the four would leave "
+    "little of PyTorch's 150 GB or need more, and the other runs would be {nothing} off. So the MLP stays computed "
+    "again here.",
     "34B with 128K is {small} off on 128 GPUs, and {large} on 256. No assumption brings both together: they are "
     "{both}. Its slowest plan alone, 4 stages and 4 microbatches, would be {alone} off on 256; which plans finished is "
     "not recorded. Of runs that are alike one takes up to {noise} longer.",

@@ -200,7 +200,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.show:
         device = torch.device("cpu" if args.cpu else "cuda:0")
-        header = provenance(device, 1, {}, command_line("studies.probes.rows"), args.commit)
+        header = provenance(device, 1, {}, command_line("python -m studies.probes.rows"), args.commit)
         with args.out.open("w", encoding="utf-8") as file:
             measure(Bench(Writer(file, header), device))
     show(load(args.show or args.out))

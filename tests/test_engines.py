@@ -121,6 +121,30 @@ def test_every_op_waits_for_its_predecessors_and_its_host(case):
 
 @given(free_cases())
 @settings(max_examples=40, deadline=None)
+def test_every_op_waits_for_its_dependencies_and_for_its_lanes(case):
+    schedule, work = case
+    line, last = simulate(schedule, dataclasses.replace(work, eager=np.zeros(len(schedule), np.bool_))), {}
+    for op in range(len(schedule)):
+        lanes = schedule.op(op).lanes
+        for earlier in {*schedule.op(op).deps, *(last[lane] for lane in lanes if lane in last)}:
+            assert line.start_s[op] >= line.end_s[earlier]
+        last |= dict.fromkeys(lanes, op)
+
+
+@given(shared_cases())
+@settings(max_examples=40, deadline=None)
+def test_what_an_op_waits_for_is_named_once(case):
+    schedule, work = case
+    first, before = waits(schedule, work.eager)
+    for op in range(len(schedule)):
+        mine = before[first[op] : first[op + 1]].tolist()
+        assert len(set(mine)) == len(mine)
+        of_them = {one for other in mine for one in before[first[other] : first[other + 1]].tolist()}
+        assert not of_them & set(mine)
+
+
+@given(free_cases())
+@settings(max_examples=40, deadline=None)
 def test_makespan_lies_between_the_busiest_lane_and_the_sum_of_all(case):
     schedule, work = case
     line = simulate(schedule, work)

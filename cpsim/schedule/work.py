@@ -17,6 +17,9 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 LEAST_SPEED: Final = 0.1
 """What interference leaves of an op's speed."""
+FEW: Final = 16
+"""Predecessors of an op that are looked at to find what need not be waited for besides: collectives of many ranks have
+as many, and so have those that follow them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,8 @@ _WAITS: Final[WeakKeyDictionary[Schedule, dict[bytes, tuple[Ints, Int32]]]] = We
 
 def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
     """Ops that must have ended before each op starts: its dependencies, the op before it on each of its lanes, and what
-    the other half of a rank's launch waits for on that rank (`partners`).
+    the other half of a rank's launch waits for on that rank (`partners`); without most of those that another of them
+    waits for itself, which say nothing new.
 
     What follows an `eager` transfer on its sender's rank only, such as the next message into the buffer that it was
     sent from, does not wait for the receiver. It waits for what the sender waited for, and for the other half of the
@@ -86,7 +90,7 @@ def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
     message to the same receiver waits for it: buffers have room for one.
 
     Returns:
-        CSR ``start[N + 1]`` and ``op[X]``; an op can occur twice.
+        CSR ``start[N + 1]`` and ``op[X]``; no op occurs twice among those of another.
     """
     key, found = eager.tobytes(), _WAITS.setdefault(schedule, {})
     if key not in found:
@@ -100,6 +104,7 @@ def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
             first, before = _launched(first, before, partner, s.lane_start, s.lane_rank)
             if eager.any():
                 first, before = _sent(first, before, eager, partner, s.lane_start, s.lane_rank)
+        first, before = _needed(first, before)
         found[key] = first, before.copy()  # a part of an array that was sized for the worst
     return found[key]
 
@@ -111,6 +116,21 @@ def has(lane_rank, lane_start, op, rank):  # type: ignore[no-untyped-def]
     while at < last and lane_rank[at] != rank:
         at += 1
     return at < last
+
+
+@inlined()
+def _keep_new(found, count, end, known, op):  # type: ignore[no-untyped-def]
+    """Of the entries of an op, ``found[count:end]``, those whose mark in ``known`` is not yet the op, each where it
+    occurs last; they move to the front and get the mark. Returns where they end."""
+    at = end
+    for entry in range(end - 1, count - 1, -1):
+        if known[found[entry]] != op:
+            known[found[entry]] = op
+            at -= 1
+            found[at] = found[entry]
+    for entry in range(at, end):
+        found[count + entry - at] = found[entry]
+    return count + end - at
 
 
 @compiled(nogil=True)
@@ -139,20 +159,20 @@ def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes)
 def _launched(first, before, partner, lane_start, lane_rank):  # type: ignore[no-untyped-def]
     """Predecessors with those of other halves of launches, as far as they are earlier in the list."""
     num_ops, count = len(first) - 1, 0
-    start = np.zeros(num_ops + 1, np.int64)
+    start, known = np.zeros(num_ops + 1, np.int64), np.full(num_ops, -1, np.int32)
     found = np.empty(3 * len(before), np.int32)  # an op is a half of two launches
     for op in range(num_ops):
+        end = count
         for one in before[first[op] : first[op + 1]]:
-            found[count] = one
-            count += 1
+            found[end] = one
+            end += 1
+        count = _keep_new(found, count, end, known, op)
         for lane in range(lane_start[op], lane_start[op + 1]):
             other = partner[lane]
             for at in range(first[other], first[other + 1] if other < num_ops else first[other]):
-                new = before[at] < op and has(lane_rank, lane_start, before[at], lane_rank[lane])
-                for entry in range(start[op], count if new else start[op]):
-                    new = new and found[entry] != before[at]
-                if new:
-                    found[count] = before[at]
+                new = before[at]
+                if new < op and known[new] != op and has(lane_rank, lane_start, new, lane_rank[lane]):
+                    found[count], known[new] = new, op
                     count += 1
         start[op + 1] = count
     return start, found[:count]
@@ -162,22 +182,43 @@ def _launched(first, before, partner, lane_start, lane_rank):  # type: ignore[no
 def _sent(first, before, eager, partner, lane_start, lane_rank):  # type: ignore[no-untyped-def]
     """Predecessors without the receivers that nobody waits for."""
     num_ops, count = len(eager), 0
-    start = np.zeros(num_ops + 1, np.int64)
+    start, known = np.zeros(num_ops + 1, np.int64), np.full(num_ops, -1, np.int32)
     found = np.empty(2 * len(before), np.int32)
     for op in range(num_ops):
+        end = count
         for sent in before[first[op] : first[op + 1]]:
             lane = lane_start[sent]
             leaves = eager[sent] and max(sent, partner[lane]) < op
             leaves = leaves and not has(lane_rank, lane_start, op, lane_rank[lane + 1])
             more = start[sent + 1] - start[sent] if leaves else 0
-            if count + 1 + more > len(found):
+            if end + 1 + more > len(found):
                 found = np.concatenate((found, np.empty(len(found) + more, np.int32)))
-            found[count] = partner[lane] if leaves else sent
-            count += 1
+            found[end] = partner[lane] if leaves else sent
+            end += 1
             for entry in range(start[sent], start[sent] + more):
                 if has(lane_rank, lane_start, found[entry], lane_rank[lane]):
-                    found[count] = found[entry]
-                    count += 1
+                    found[end] = found[entry]
+                    end += 1
+        count = _keep_new(found, count, end, known, op)
+        start[op + 1] = count
+    return start, found[:count]
+
+
+@compiled(nogil=True)
+def _needed(first, before):  # type: ignore[no-untyped-def]
+    """Predecessors without those that another one waits for, where that one waits for few."""
+    num_ops, count = len(first) - 1, 0
+    start, known = np.zeros(num_ops + 1, np.int64), np.full(num_ops, -1, np.int32)
+    found = np.empty(len(before), np.int32)
+    for op in range(num_ops):
+        end = count
+        for one in before[first[op] : first[op + 1]]:
+            if start[one + 1] - start[one] <= FEW:
+                for entry in range(start[one], start[one + 1]):
+                    known[found[entry]] = op
+            found[end] = one
+            end += 1
+        count = _keep_new(found, count, end, known, op)
         start[op + 1] = count
     return start, found[:count]
 

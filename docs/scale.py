@@ -38,7 +38,7 @@ from cpsim.prediction.size import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.schedule.schedule import Schedule
 from cpsim.schedule.work import free_work, waits
-from cpsim.sim.draws import makespans
+from cpsim.sim.draws import Followed
 from cpsim.sim.fast import simulate
 from cpsim.sim.fluid import FLOW, OP
 from cpsim.strategies import STRATEGIES, plan
@@ -114,7 +114,7 @@ def stages(gpus: int) -> dict[str, float]:
         "price": lambda: price(schedule, pricing),
         "simulate": lambda: simulate(schedule, work),
         "constant": lambda: simulate(schedule, free),
-        "draws": lambda: makespans(timeline, work, priced.group, factors, ones, ones),
+        "draws": lambda: Followed.of(timeline, work, priced.group).makespans(factors, ones, ones),
     }
     return {"ops": len(schedule)} | {name: seconds(job) for name, job in jobs.items()}
 

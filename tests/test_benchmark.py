@@ -32,7 +32,7 @@ from cpsim.report.frontier import best_in, likely
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.work import free_work
-from cpsim.sim.draws import makespans
+from cpsim.sim.draws import Followed
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
 from cpsim.strategies import plan
@@ -109,7 +109,7 @@ def test_two_hundred_draws(benchmark):
     priced = price(schedule, pricing())
     timeline, ones = simulate(schedule, priced.work), np.ones(200)
     factors = np.ones((len(GROUPS), len(ones)))
-    found = benchmark(lambda: makespans(timeline, priced.work, priced.group, factors, ones, ones))
+    found = benchmark(lambda: Followed.of(timeline, priced.work, priced.group).makespans(factors, ones, ones))
     assert found.tolist() == [timeline.makespan_s] * 200
 
 

@@ -16,7 +16,7 @@ from cpsim.prediction.case import resolve
 from cpsim.prediction.passes import run_pass
 from cpsim.prediction.predict import draws_for, predict
 from cpsim.schedule.work import free_work
-from cpsim.sim.draws import BATCH, makespans
+from cpsim.sim.draws import BATCH, Followed
 from cpsim.sim.fast import simulate
 from cpsim.strategies import plan
 
@@ -40,7 +40,7 @@ def drawn(num, seed=0):
 def test_a_draw_that_changes_nothing_is_the_simulation(strategy, pass_):
     _, priced, timeline = simulated(strategy, pass_)
     ones = np.ones(BATCH + 3)
-    found = makespans(timeline, priced.work, priced.group, np.ones((len(GROUPS), len(ones))), ones, ones)
+    found = Followed.of(timeline, priced.work, priced.group).makespans(np.ones((len(GROUPS), len(ones))), ones, ones)
     np.testing.assert_allclose(found, timeline.makespan_s, rtol=1e-12)
 
 
@@ -48,7 +48,7 @@ def test_a_draw_that_changes_nothing_is_the_simulation(strategy, pass_):
 def test_at_constant_rates_every_draw_is_a_simulation_of_its_own(strategy):
     schedule, priced, timeline = simulated(strategy, "bwd", constant=True)
     factors, (lost, host) = drawn(2 * BATCH + 1)
-    found = makespans(timeline, priced.work, priced.group, factors, lost, host)
+    found = Followed.of(timeline, priced.work, priced.group).makespans(factors, lost, host)
     for draw in (0, BATCH, 2 * BATCH):
         work = free_work(priced.work.duration_s * factors[priced.group, draw], priced.work.release_s * host[draw])
         assert found[draw] == pytest.approx(simulate(schedule, work).makespan_s, rel=1e-12)
@@ -61,7 +61,10 @@ def test_another_path_may_overtake_the_critical_one():
     hidden = min(set(priced.group.tolist()) - on_path)
     factors = np.ones((len(GROUPS), 1))
     factors[hidden] = 50.0
-    assert makespans(timeline, priced.work, priced.group, factors, np.ones(1), np.ones(1))[0] > 2 * timeline.makespan_s
+    assert (
+        Followed.of(timeline, priced.work, priced.group).makespans(factors, np.ones(1), np.ones(1))[0]
+        > 2 * timeline.makespan_s
+    )
 
 
 def test_an_interval_is_that_of_the_draws_of_both_passes():

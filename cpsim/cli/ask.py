@@ -62,7 +62,7 @@ def predict(
     """Predict the time of every scenario in FILE; one bad line never stops the others."""
     del force  # its callback has done it
     check_writable(out, trace)
-    scenarios, results = _predict_file(file, jobs)
+    scenarios, results = _predict_file(file, jobs, timelines=trace is not None)
     if trace:
         _trace_results(trace, results)
     if out:
@@ -368,7 +368,9 @@ def explore(
     raise typer.Exit(INTERRUPTED)  # nothing else ends it
 
 
-def _predict_file(file: Path, jobs: int | None) -> tuple[list[Scenario | CpsimError], Results]:
+def _predict_file(
+    file: Path, jobs: int | None, *, timelines: bool = False
+) -> tuple[list[Scenario | CpsimError], Results]:
     from cpsim.case.load import load_scenarios
     from cpsim.prediction.predict import predict_many
 
@@ -376,7 +378,7 @@ def _predict_file(file: Path, jobs: int | None) -> tuple[list[Scenario | CpsimEr
     if not scenarios:
         raise CpsimError(f"{file}: expected at least one scenario, got an empty file")
     with progress_bar("Predicting") as progress:
-        return scenarios, predict_many(scenarios, jobs=jobs, progress=progress)
+        return scenarios, predict_many(scenarios, jobs=jobs, progress=progress, timelines=timelines)
 
 
 def _lines(scenarios: Sequence[Scenario | CpsimError], results: Results) -> str:

@@ -140,12 +140,12 @@ def chances(draws: Floats) -> Floats:
     return np.asarray((best / best.sum(axis=0)).mean(axis=1))
 
 
-def seed_of(*given: Schedule | str) -> tuple[int, ...]:
-    """A seed that equal schedules and words have in common, whatever strategy made them."""
-    return tuple(crc32(one.encode()) if isinstance(one, str) else _content(one) for one in given)
+def seed_of(words: str, *contents: int) -> tuple[int, ...]:
+    """A seed that equal words and schedules of equal ``content`` have in common, whatever strategy made them."""
+    return (crc32(words.encode()), *contents)
 
 
-def _content(schedule: Schedule) -> int:
+def content(schedule: Schedule) -> int:
     """Checksum of what a schedule's costs follow from: its ops, lanes, dependencies and the shapes of its calls."""
     shapes, found = sequences(schedule.tiles), 0
     for column in (

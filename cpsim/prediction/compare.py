@@ -253,7 +253,7 @@ def predict_runs(runs: Sequence[Run], progress: Progress | None = None, jobs: in
         [s.model_copy(update={"pass_": pass_}) for pass_ in s.passes] if is_apart else [s]
         for (_, is_apart), s in cases.items()
     ]
-    found = iter(predict_many([one for several in asked for one in several], jobs, progress))
+    found = iter(predict_many([one for several in asked for one in several], jobs, progress, timelines=False))
     return [
         _predicted(scenario, [next(found) for _ in several], is_apart)
         for ((_, is_apart), scenario), several in zip(cases.items(), asked, strict=True)

@@ -28,11 +28,11 @@ from cpsim.models.feasible import limits_of
 from cpsim.models.host import HELD_S
 from cpsim.models.launches import event_gain_s
 from cpsim.models.price import Priced, price
-from cpsim.models.uncertainty import NUM_DRAWS, Draws, Floats
+from cpsim.models.uncertainty import NUM_DRAWS, Draws, Floats, content
 from cpsim.prediction.case import Case
 from cpsim.prediction.size import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, RINGS, grows_along_a_line
 from cpsim.schedule.schedule import Kind, Pass, Planning, Schedule
-from cpsim.sim.draws import makespans
+from cpsim.sim.draws import Followed
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 from cpsim.strategies.others import CPSIM
@@ -47,6 +47,29 @@ SURELY: Final = 0.95
 below what it takes alone."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a prediction says of a simulated schedule beside its time; a fraction of what the schedule takes."""
+
+    parts_s: Mapping[str, float]
+    exposed_s: float
+    sent: Floats
+    content: int
+    """Equal of equal schedules, see ``cpsim.models.uncertainty.content``."""
+    followed: Followed
+
+    @classmethod
+    def of(cls, timeline: Timeline, priced: Priced) -> Outcome:
+        """What was simulated."""
+        return cls(
+            parts_s=priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s),
+            exposed_s=timeline.exposed_communication_s(),
+            sent=timeline.schedule.bytes_sent(),
+            content=content(timeline.schedule),
+            followed=Followed.of(timeline, priced.work, priced.group),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PassResult:
     """Result of one simulated pass."""
@@ -58,49 +81,59 @@ class PassResult:
     notes: tuple[str, ...]
     planning: Planning
     simulated: tuple[tuple[Timeline, Priced], ...]
-    """The simulation that it is read from; of a continued ring the two rings that give the line."""
+    """The simulation that it is read from; of a continued ring the two rings that give the line. Empty where only the
+    outcomes were kept."""
+    kept: tuple[Outcome, ...] = ()
     surely_s: Mapping[Pass, float] = field(default_factory=dict)
     """What passes of the case surely take that compute what this one does, as far as somebody asked."""
     beyond: float = 0.0
     """How far a continued ring lies behind the longer of the two, in distances between them."""
 
     @cached_property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """What follows from each simulation."""
+        return self.kept or tuple(Outcome.of(timeline, priced) for timeline, priced in self.simulated)
+
+    def without_timelines(self) -> PassResult:
+        """The same without schedules and when their ops run."""
+        return replace(self, simulated=(), kept=self.outcomes)
+
+    @property
     def parts_s(self) -> Mapping[str, float]:
         """Seconds on the critical path by cost model."""
-        found = [p.parts(line.critical_path(), line.start_s, line.end_s) for line, p in self.simulated]
+        found = [one.parts_s for one in self.outcomes]
         return {name: self._at_least_none([parts[name] for parts in found]) for name in found[0]}
 
-    @cached_property
+    @property
     def exposed_s(self) -> float:
         """Seconds in which the slowest rank computes nothing, see ``Timeline.exposed_communication_s``."""
-        return self._at_least_none([line.exposed_communication_s() for line, _ in self.simulated])
+        return self._at_least_none([one.exposed_s for one in self.outcomes])
 
-    @cached_property
+    @property
     def sent(self) -> Floats:
         """Bytes that leave every rank, ``[ranks]``; of a continued ring those of the rank that sends most, ``[1]``."""
-        found = [schedule.bytes_sent() for schedule in self.schedules]
+        found = [one.sent for one in self.outcomes]
         return found[0] if len(found) == 1 else np.array([self._at_least_none([float(one.max()) for one in found])])
 
     @property
     def timeline(self) -> Timeline | None:
-        """None of a continued ring."""
+        """None of a continued ring, and where timelines are left out."""
         return self.simulated[0][0] if len(self.simulated) == 1 else None
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Schedules that were simulated."""
+        """Schedules that were simulated; none where timelines are left out."""
         return tuple(timeline.schedule for timeline, _ in self.simulated)
 
     def makespans(self, draws: Draws) -> Floats:
         """The time with every draw of the cost models' errors, ``[NUM_DRAWS]``."""
-        return self._continued([_drawn(timeline, priced, draws) for timeline, priced in self.simulated])
+        return self._continued([_drawn(one.followed, draws) for one in self.outcomes])
 
     def with_hosts(self, factors: Floats) -> Floats:
         """The time where hosts take so many times as long for their launches, ``[len(factors)]``."""
         same = np.ones(len(factors))
         groups = np.ones((len(GROUPS), len(factors)))
-        found = [makespans(timeline, p.work, p.group, groups, same, factors) for timeline, p in self.simulated]
-        return self._continued(found)
+        return self._continued([one.followed.makespans(groups, same, factors) for one in self.outcomes])
 
     def _continued(self, of_rings: Sequence[Floats]) -> Floats:
         """Times from those of the simulations."""
@@ -308,11 +341,11 @@ def _planned_memory(case: Case, pass_: Pass) -> int:
         return 0
 
 
-def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> Floats:
+def _drawn(followed: Followed, draws: Draws) -> Floats:
     factors = np.ones((len(GROUPS), NUM_DRAWS))
-    for group in np.unique(priced.group).tolist():
+    for group in np.flatnonzero(np.bincount(followed.group, minlength=len(GROUPS))).tolist():
         factors[group] = draws.factor(GROUPS[group])
-    return makespans(timeline, priced.work, priced.group, factors, draws.factor("interference"), draws.factor("host"))
+    return followed.makespans(factors, draws.factor("interference"), draws.factor("host"))
 
 
 def _continues(case: Case, copies: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -65,11 +66,11 @@ def predict(case: ScenarioLike) -> Prediction:
     return _predict_scenario(as_scenario(case))
 
 
-def _predict_scenario(scenario: Scenario) -> Prediction:
+def _predict_scenario(scenario: Scenario, timelines: bool = True) -> Prediction:
     case = resolve(scenario)
     scenario = case.scenario
     if scenario.model is None or scenario.part == "layer":
-        return prediction_of(case)
+        return of_passes(case, run_passes(case, timelines=timelines))
     steps = StepCase(scenario, case.cluster, case.profile)
     parallel, strategy = steps.parallel(), str(scenario.strategy)
     step = steps.simulate(parallel, strategy, scenario.knobs)
@@ -78,7 +79,11 @@ def _predict_scenario(scenario: Scenario) -> Prediction:
 
 
 def predict_many(
-    scenarios: Sequence[Scenario | CpsimError], jobs: int | None = None, progress: Progress | None = None
+    scenarios: Sequence[Scenario | CpsimError],
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    *,
+    timelines: bool = True,
 ) -> list[Prediction | Infeasible | CpsimError]:
     """Predict many scenarios, on several processes; a bad one never loses the others.
 
@@ -86,18 +91,19 @@ def predict_many(
         scenarios: scenarios, or the errors that stand in their place.
         jobs: processes; None uses all cores.
         progress: called after every chunk.
+        timelines: whether predictions have any, which hold every op; those of several processes have none.
 
     Returns:
-        one entry per scenario, in order. Predictions of several processes come without timelines.
+        one entry per scenario, in order.
     """
     chunks = [scenarios[i : i + CHUNK] for i in range(0, len(scenarios), CHUNK)]
-    several = min(jobs or os.cpu_count() or 1, len(chunks)) > 1
+    ask = partial(_chunk, timelines=timelines and min(jobs or os.cpu_count() or 1, len(chunks)) == 1)
 
     def count(done: int, _: int) -> None:
         if progress:
             progress(min(done * CHUNK, len(scenarios)), len(scenarios))
 
-    results = mapped(_stripped if several else _chunk, chunks, jobs, count, _died)
+    results = mapped(ask, chunks, jobs, count, _died)
     return [entry for chunk in results for entry in chunk]
 
 
@@ -130,7 +136,7 @@ def sweep(
         True
     """
     asked = [_or_error(case) for case in cases]
-    return prediction_columns(asked, predict_many(asked, jobs, progress))
+    return prediction_columns(asked, predict_many(asked, jobs, progress, timelines=False))
 
 
 def _or_error(case: ScenarioLike | CpsimError) -> Scenario | CpsimError:
@@ -140,29 +146,23 @@ def _or_error(case: ScenarioLike | CpsimError) -> Scenario | CpsimError:
         return error
 
 
-def _chunk(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
-    return [attempt(s) for s in scenarios]
+def _chunk(
+    scenarios: Sequence[Scenario | CpsimError], timelines: bool = False
+) -> list[Prediction | Infeasible | CpsimError]:
+    return [attempt(s, timelines=timelines) for s in scenarios]
 
 
 def _died(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
     """Answers to scenarios one of which ends the process that predicts it."""
-    return one_by_one(_stripped, scenarios, lambda _: MachineError(DIED))
+    return one_by_one(_chunk, scenarios, lambda _: MachineError(DIED))
 
 
-def _stripped(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
-    return [_without_timelines(entry) for entry in _chunk(scenarios)]
-
-
-def _without_timelines(result: Prediction | Infeasible | CpsimError) -> Prediction | Infeasible | CpsimError:
-    return replace(result, timelines={}) if isinstance(result, Prediction) else result
-
-
-def attempt(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimError:
+def attempt(scenario: Scenario | CpsimError, *, timelines: bool = False) -> Prediction | Infeasible | CpsimError:
     """The answer to one scenario of many, or what is wrong with it: nothing that happens to one loses the others."""
     if isinstance(scenario, CpsimError):
         return scenario
     try:
-        return _predict_scenario(scenario)
+        return _predict_scenario(scenario, timelines)
     except InfeasibleError as reason:
         return refused(scenario, reason)
     except CpsimError as error:
@@ -200,12 +200,14 @@ def predictions_of(case: Case) -> tuple[Prediction, Prediction, Prediction]:
     return of_passes(forward, first, drawn), of_passes(backward, second, drawn), of_passes(both, passes, drawn)
 
 
-def run_passes(case: Case, most_s: float = float("inf")) -> dict[Pass, PassResult]:
+def run_passes(case: Case, most_s: float = float("inf"), *, timelines: bool = True) -> dict[Pass, PassResult]:
     """Passes in one window: hosts launch the second as soon as they have launched the first.
 
     Args:
         case: the case.
-        most_s: passes are left out where all would surely take longer than that [s], see ``least_backward_s``.
+        most_s: passes are left out where all would surely take longer than that [s], see ``least_backward_s``, which
+            needs timelines.
+        timelines: whether they are kept, which hold every op.
 
     Raises:
         InfeasibleError, ProfileError: as ``prediction_of``.
@@ -219,6 +221,8 @@ def run_passes(case: Case, most_s: float = float("inf")) -> dict[Pass, PassResul
             done[pass_] = run_pass(case, pass_, ahead, left)
         except TooSlowError:
             break
+        if not timelines:
+            done[pass_] = done[pass_].without_timelines()
         ahead = max(0.0, done[pass_].time_s - done[pass_].host_s)
         left -= done[pass_].time_s
     return done
@@ -329,7 +333,7 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
         captured=case.code.captured,
         layers=case.scenario.model is not None,
         steady=case.scenario.protocol == "streamed",
-        seed=seed_of(words, *(schedule for one in passes for schedule in one.schedules)),
+        seed=seed_of(words, *(outcome.content for one in passes for outcome in one.outcomes)),
     )
 
 

@@ -58,5 +58,5 @@ def predict_lengths(advice: Advice, progress: Progress | None = None) -> list[Pr
     from cpsim.prediction.predict import predict_many
 
     wanted = [at_length(best.scenario, factor) for best in best_of_strategies(advice) for factor in FACTORS]
-    results = predict_many([scenario for scenario in wanted if scenario], progress=progress)
+    results = predict_many([scenario for scenario in wanted if scenario], progress=progress, timelines=False)
     return [result for result in results if isinstance(result, Prediction)]

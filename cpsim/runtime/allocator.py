@@ -7,8 +7,11 @@ import sys
 from typing import Final
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEPT_BYTES: Final = 1 << 30
-"""Free memory at the end of the heap beyond which it is given back, and the size of arrays that always are."""
+KEPT_BYTES: Final = 1 << 26
+"""Free memory at the end of the heap beyond which it is given back."""
+ARRAY_BYTES: Final = 1 << 22
+"""Size of arrays that are always given back. They are those of a schedule of half a million ops, which would leave holes
+in the heap that nothing else fits into: a sixth of the memory that such a prediction needs."""
 
 
 def keep_freed_memory() -> None:
@@ -21,5 +24,5 @@ def keep_freed_memory() -> None:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            library.mallopt(option, KEPT_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        library.mallopt(M_MMAP_THRESHOLD, ARRAY_BYTES)

@@ -7,13 +7,16 @@ Which path is the longest is found anew for every draw.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 
+from cpsim.masks.slices import Ints
 from cpsim.runtime.compiled import compiled
-from cpsim.schedule.schedule import Int8
-from cpsim.schedule.work import Floats, Work, waits
+from cpsim.schedule.schedule import Int8, Int32
+from cpsim.schedule.work import Bools, Floats, Work, waits
 from cpsim.sim.timeline import Timeline
 
 BATCH: Final = 256
@@ -21,42 +24,61 @@ BATCH: Final = 256
 the ends that are waited for stay in the processor's caches."""
 
 
-def makespans(timeline: Timeline, work: Work, group: Int8, factors: Floats, lost: Floats, host: Floats) -> Floats:
-    """Makespans of D draws.
+@dataclass(frozen=True)
+class Followed:
+    """What makespans with other costs follow from: of a simulated schedule of N ops what each waits for and takes."""
 
-    Args:
-        timeline: the schedule, simulated with ``work``.
-        work: its costs.
-        group: row of ``factors`` of every op, ``[N]``.
-        factors: by how much ops take longer alone, ``[groups, D]``.
-        lost: by how much they lose more to others, ``[D]``.
-        host: by how much later hosts launch, ``[D]``.
+    first: Ints
+    before: Int32
+    """Predecessors, CSR: see ``waits``."""
+    alone_s: Floats
+    """Seconds alone, ``[N]``."""
+    lost_s: Floats
+    """Seconds lost to others that ran beside it, ``[N]``."""
+    release_s: Floats
+    """When hosts have launched it, ``[N]``."""
+    group: Int8
+    """Row of the factors of its cost, ``[N]``."""
 
-    Returns:
-        ``[D]`` seconds.
-    """
-    first, before = waits(timeline.schedule, work.eager)
-    alone, delay = work.duration_s, timeline.end_s - timeline.start_s - work.duration_s
-    found = np.empty(factors.shape[1])
-    place, num_places, last = _places(first, before)
-    for start in range(0, len(found), BATCH):
-        some = slice(start, start + BATCH)
-        _follow(
-            first,
-            before,
-            alone,
-            delay,
-            work.release_s,
-            group,
-            np.ascontiguousarray(factors[:, some]),
-            lost[some],
-            host[some],
-            found[some],
-            place,
-            num_places,
-            last,
-        )
-    return found
+    @classmethod
+    def of(cls, timeline: Timeline, work: Work, group: Int8) -> Followed:
+        """A schedule that was simulated with ``work``, and the row of factors of every op, ``[N]``."""
+        lost = timeline.end_s - timeline.start_s
+        lost -= work.duration_s
+        return cls(*waits(timeline.schedule, work.eager), work.duration_s, lost, work.release_s, group)
+
+    @cached_property
+    def _kept(self) -> tuple[Int32, int, Bools]:
+        return _places(self.first, self.before)  # type: ignore[no-any-return]
+
+    def makespans(self, factors: Floats, lost: Floats, host: Floats) -> Floats:
+        """Makespans of D draws.
+
+        Args:
+            factors: by how much ops take longer alone, ``[groups, D]``.
+            lost: by how much they lose more to others, ``[D]``.
+            host: by how much later hosts launch, ``[D]``.
+
+        Returns:
+            ``[D]`` seconds.
+        """
+        found = np.empty(factors.shape[1])
+        for start in range(0, len(found), BATCH):
+            some = slice(start, start + BATCH)
+            _follow(
+                self.first,
+                self.before,
+                self.alone_s,
+                self.lost_s,
+                self.release_s,
+                self.group,
+                np.ascontiguousarray(factors[:, some]),
+                lost[some],
+                host[some],
+                found[some],
+                *self._kept,
+            )
+        return found
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -91,7 +113,7 @@ def _places(first, before):  # type: ignore[no-untyped-def]
     """Where the ends of every op are kept until nobody waits for it any more, ``[N]``; how many places that takes: few,
     so that they stay in a cache however many ops there are; and which ops nobody waits for."""
     num_ops = len(first) - 1
-    last = np.arange(num_ops)  # op that waits for each op last
+    last = np.arange(num_ops, dtype=np.int32)  # op that waits for each op last
     for op in range(num_ops):
         for entry in range(first[op], first[op + 1]):
             last[before[entry]] = op

@@ -66,7 +66,7 @@ def test_a_broken_profile_or_cluster_makes_only_its_own_lines_errors(batch, tmp_
 
 @pytest.mark.parametrize("mistake", [ZeroDivisionError("x"), RecursionError("x"), MemoryError(), OSError(5, "x", "y")])
 def test_whatever_goes_wrong_with_one_scenario_is_its_own_answer(mistake, monkeypatch):
-    def wrong(_):
+    def wrong(*_):
         raise mistake
 
     monkeypatch.setattr("cpsim.prediction.predict._predict_scenario", wrong)

@@ -95,7 +95,7 @@ def test_a_ranking_says_that_it_is_of_both_passes_where_one_was_asked_for():
 
 
 def test_a_case_too_large_for_this_machine_is_one_line_and_loses_no_other(monkeypatch):
-    def full(case, *_):
+    def full(case, **_):
         raise MemoryError if case.scenario.gpus == 4 else InfeasibleError("other")
 
     monkeypatch.setattr("cpsim.prediction.predict.prediction_of", full)

@@ -340,7 +340,7 @@ def test_a_worker_that_is_killed_costs_a_line_and_no_scenario(tmp_path):
 def test_a_scenario_that_kills_its_process_loses_no_other(tmp_path, monkeypatch, capsys):
     sweep, out = load_sweep(file_of(tmp_path)), tmp_path / "out"
 
-    def deadly(scenario):
+    def deadly(scenario, *_):
         if scenario.gpus == 16 and scenario.tokens_per_gpu == 2048:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ScenarioError("fine")
@@ -416,7 +416,7 @@ def test_a_grid_that_is_wrong_as_a_whole_is_one_clear_line(tmp_path, content, wh
 
 
 def test_a_mistake_of_ours_is_recorded_and_stops_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpsim.prediction.predict._predict_scenario", lambda _: 1 // 0)
+    monkeypatch.setattr("cpsim.prediction.predict._predict_scenario", lambda *_: 1 // 0)
     assert run_sweep(load_sweep(file_of(tmp_path)), tmp_path / "out", jobs=1).num_predicted == 0
     assert all("internal error: ZeroDivisionError" in row["error"] for row in rows_of(tmp_path / "out"))
 

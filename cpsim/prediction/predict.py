@@ -70,7 +70,7 @@ def _predict_scenario(scenario: Scenario, timelines: bool = True) -> Prediction:
     case = resolve(scenario)
     scenario = case.scenario
     if scenario.model is None or scenario.part == "layer":
-        return of_passes(case, run_passes(case, timelines=timelines))
+        return prediction_of(case, timelines=timelines)
     steps = StepCase(scenario, case.cluster, case.profile)
     parallel, strategy = steps.parallel(), str(scenario.strategy)
     step = steps.simulate(parallel, strategy, scenario.knobs)
@@ -175,14 +175,14 @@ def attempt(scenario: Scenario | CpsimError, *, timelines: bool = False) -> Pred
         return CpsimError(f"internal error: {type(error).__name__}: {error}")
 
 
-def prediction_of(case: Case) -> Prediction:
-    """The prediction of a resolved case: attention, or a layer around it.
+def prediction_of(case: Case, *, timelines: bool = True) -> Prediction:
+    """The prediction of a resolved case: attention, or a layer around it; with timelines, which hold every op, or not.
 
     Raises:
         InfeasibleError: the strategy cannot run it; the message says why.
         ProfileError: there are no costs for its kernel.
     """
-    return of_passes(case, run_passes(case))
+    return of_passes(case, run_passes(case, timelines=timelines))
 
 
 def predictions_of(case: Case) -> tuple[Prediction, Prediction, Prediction]:

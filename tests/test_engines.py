@@ -73,7 +73,7 @@ def shared_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
     factors = draw(st.lists(st.sampled_from([1.0, 1.1, 2.0]), min_size=9, max_size=9))
     return schedule, dataclasses.replace(
         work,
-        flow_start=np.concatenate(([0], np.cumsum([len(f) for f in flows]))),
+        flow_start=np.concatenate(([0], np.cumsum([len(f) for f in flows]))).astype(np.int32),
         flow_link=np.array([link for f in flows for link in f], np.int32),
         flow_bytes=np.array([nbytes for f in flows for nbytes in f.values()], np.float64),
         link_bytes_per_s=np.array(draw(st.lists(rates, min_size=num_links, max_size=num_links))),
@@ -203,7 +203,7 @@ def test_two_flows_share_a_link_equally_and_the_rest_is_free_again():
     schedule = schedule_of(2, [[(0, 0)], [(1, 0)]], [[], []])
     work = dataclasses.replace(
         free_work(np.array([1.0, 2.0]), np.zeros(2)),
-        flow_start=np.array([0, 1, 2]),
+        flow_start=np.array([0, 1, 2], np.int32),
         flow_link=np.zeros(2, np.int32),
         flow_bytes=np.array([10.0, 20.0]),
         link_bytes_per_s=np.array([10.0]),

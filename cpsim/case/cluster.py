@@ -23,6 +23,9 @@ from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.runtime.files import noted, while_unchanged
 from cpsim.units import Flag, Quantity, Rate, Seconds
 
+Whole = NDArray[np.signedinteger[Any]]
+"""Whole numbers, of 32 or 64 bits."""
+
 ACHIEVED: Final = 0.9
 """Of a network card's line rate where that alone is said: 45 of 50 GB/s, dgx-h100 (its ``source`` says where from)."""
 _WORDS: Final = {
@@ -178,9 +181,9 @@ class Cluster:
     @overload
     def node_of(self, rank: int) -> int: ...
     @overload
-    def node_of(self, rank: NDArray[np.int64]) -> NDArray[np.int64]: ...
-    def node_of(self, rank: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
-        """Node of a rank, or of every rank of an ``int64`` array."""
+    def node_of(self, rank: Whole) -> Whole: ...
+    def node_of(self, rank: int | Whole) -> int | Whole:
+        """Node of a rank, or of every rank of an array."""
         return rank // self.gpus_per_node
 
     @property

@@ -77,20 +77,25 @@ def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given:
     return np.maximum(launched - ahead, 0.0), float(launched.max(initial=0.0))
 
 
-def without_events(schedule: Schedule, seconds: Floats, given: Conditions) -> Floats:
-    """Seconds of ops without the events between which they were measured; at least half of what was measured."""
-    gain = np.array([event_gain_s(kind, given) for kind in Kind])[schedule.kind]
-    return np.asarray(seconds - np.minimum(gain, seconds / 2))
+def as_launched(schedule: Schedule, given: Conditions, *measured: Floats) -> None:
+    """Change measured seconds of ops, ``[N]`` each: take out the events between which they were measured, at most half
+    of them, and add what an op waits more where it is captured and follows an op of another stream.
+    """
+    gain = np.array([event_gain_s(kind, given) for kind in Kind])
+    for seconds in measured:
+        _take_out(seconds, schedule.kind, gain)
+    if given.captured:
+        crosses = _crossings(
+            schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
+        )
+        for seconds in measured:
+            seconds[crosses] += given.profile.host.graph_cross_s
 
 
-def crossing_s(schedule: Schedule, given: Conditions) -> Floats:
-    """Seconds that every op waits more where it is captured and follows an op of another stream, ``[N]``."""
-    if not given.captured:
-        return np.zeros(len(schedule))
-    crossing = _crossings(
-        schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
-    )
-    return np.asarray(crossing * given.profile.host.graph_cross_s)
+@compiled()
+def _take_out(seconds, kind, gain):  # type: ignore[no-untyped-def]
+    for op in range(len(seconds)):
+        seconds[op] -= min(gain[kind[op]], seconds[op] / 2)
 
 
 def event_gain_s(kind: Kind, given: Conditions) -> float:
@@ -115,7 +120,7 @@ def _names(given: Conditions, kind: str, pass_: str, first: bool = False) -> lis
 @compiled()
 def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ignore[no-untyped-def]
     """Whether each op follows an op of another stream of one of its ranks."""
-    found = np.zeros(len(lane_start) - 1)
+    found = np.zeros(len(lane_start) - 1, np.bool_)
     for op in range(len(found)):
         for d in dep[dep_start[op] : dep_start[op + 1]]:
             fewer, more = (
@@ -124,7 +129,7 @@ def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ign
             for lane in range(lane_start[fewer], lane_start[fewer + 1]):
                 other = _lane_on(lane_rank[lane], lane_rank, lane_start[more], lane_start[more + 1])
                 if other >= 0 and lane_stream[lane] != lane_stream[other]:
-                    found[op] = 1.0
+                    found[op] = True
                     break
             if found[op]:
                 break

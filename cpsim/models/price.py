@@ -16,15 +16,15 @@ from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.feasible import check_calls, limits_of
 from cpsim.models.kernels import attention_seconds, kernel_costs
-from cpsim.models.launches import crossing_s, launch_notes, release_times, without_events
+from cpsim.models.launches import as_launched, launch_notes, release_times
 from cpsim.models.network.collective import fits_buffers
 from cpsim.models.network.communication import Communication
 from cpsim.models.network.holds import few_waves, held_sms
-from cpsim.models.network.links import Flows, Links, as_columns
+from cpsim.models.network.links import Links, as_columns
 from cpsim.models.network.pressure import Messages, pressures
 from cpsim.models.settle import Settled, attention_ops, settle, slowest_of_many, with_faults
 from cpsim.runtime.compiled import compiled
-from cpsim.schedule.schedule import Int8, Kind, Pass, Schedule
+from cpsim.schedule.schedule import Int8, Int32, Kind, Pass, Schedule
 from cpsim.schedule.work import Work
 
 Floats = NDArray[np.float64]
@@ -76,19 +76,20 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
         check_calls(given.kernel, given.dtype, given.head_dim, schedule, given.direct, given.value_dim)
     base = _base_costs(schedule, pass_, given)
     settled = settle(schedule, pass_, base.endless_s, base.full_clock_s, base.release_s, base.eager, base.paced, given)
-    duration = with_faults(schedule, slowest_of_many(schedule, pass_, settled.duration_s, given), given)
     pressure, names = pressures(schedule, base.messages, base.paced)
     slowdown = given.profile.interference.slowdown(given.kernel, names)
-    duration = duration + _held(schedule, pass_, base, settled, pressure, slowdown, given)
-    flow_start, flow_link, flow_bytes = as_columns(list(base.flows), len(schedule))
-    capacity = base.links.capacity_bytes_per_s()
+    held, longer = _held(schedule, pass_, base, settled, pressure, slowdown, given)
+    duration = with_faults(schedule, slowest_of_many(schedule, pass_, settled.duration_s, given), given)
+    duration[held] += longer
+    flow_start, flow_link, flow_bytes = base.flows
+    _at_least_links(duration, flow_start, flow_link, flow_bytes, base.link_bytes_per_s)
     work = Work(
-        duration_s=_at_least_links(duration, flow_start, flow_link, flow_bytes, capacity),
+        duration_s=duration,
         release_s=base.release_s,
         flow_start=flow_start,
         flow_link=flow_link,
         flow_bytes=flow_bytes,
-        link_bytes_per_s=capacity,
+        link_bytes_per_s=base.link_bytes_per_s,
         pressure=pressure,
         slowdown=slowdown,
         eager=base.eager,
@@ -103,15 +104,17 @@ class _BaseCosts:
     endless_s: Floats
     """Seconds; of attention those of an endless run, at the clock that the power limit then leaves."""
     full_clock_s: Floats
-    """Seconds of attention at the full clock."""
+    """Seconds of attention ops at the full clock, ``[A]``."""
     group: Int8
     release_s: Floats
     host_s: float
     eager: Bools
     paced: Bools
     messages: Messages
-    links: Links
-    flows: tuple[Flows, ...]
+    link_bytes_per_s: Floats
+    """Of every link."""
+    flows: tuple[Int32, Int32, Floats]
+    """CSR over ops: start, link and bytes."""
     notes: tuple[str, ...]
 
 
@@ -119,9 +122,9 @@ def _base_costs(schedule: Schedule, pass_: Pass, given: Conditions) -> _BaseCost
     """Kernels, launches, transfers and collectives, each as if it ran alone."""
     kinds = schedule.kinds()
     kernels = kernel_costs(schedule, given)
-    endless, group = kernels.endless_s.copy(), kernels.group.copy()
+    endless, full_clock, group = kernels.endless_s, kernels.full_clock_s, kernels.group
     notes = dict.fromkeys((*kernels.notes, *launch_notes(kinds, pass_, given)))
-    stream = schedule.lane_stream[schedule.lane_start[:-1]].astype(np.int64)
+    stream = schedule.lane_stream[schedule.lane_start[:-1]]
     links = Links(given.cluster, given.profile.collective.port_bytes_per_s, int(stream.max(initial=0)) + 1)
     messages = Messages.of(schedule, given.cluster, given.unbatched, given.messages)
     communication = Communication(given.cluster, given.profile, given.messages)
@@ -131,22 +134,22 @@ def _base_costs(schedule: Schedule, pass_: Pass, given: Conditions) -> _BaseCost
         flows.append(links.on_streams(cost.flows, stream))
         notes.update(dict.fromkeys(cost.notes))
     release, host_s = release_times(schedule, kinds, pass_, given)
-    crossing = crossing_s(schedule, given)
+    as_launched(schedule, given, endless, full_clock)
     paced = _PACED[group]
     eager = np.zeros(len(schedule), np.bool_)
     fits = fits_buffers(*messages.kinds, given.messages)[messages.alike]
     eager[messages.op] = ~paced[messages.op] & fits
     return _BaseCosts(
-        endless_s=without_events(schedule, endless, given) + crossing,
-        full_clock_s=without_events(schedule, kernels.full_clock_s, given) + crossing,
+        endless_s=endless,
+        full_clock_s=full_clock[attention_ops(schedule)],
         group=group,
         release_s=release,
         host_s=host_s,
         eager=eager,
         paced=paced,
         messages=messages,
-        links=links,
-        flows=tuple(flows),
+        link_bytes_per_s=links.capacity_bytes_per_s(),
+        flows=as_columns(flows, len(schedule)),
         notes=tuple(notes),
     )
 
@@ -159,14 +162,15 @@ def _held(
     pressure: Int8,
     slowdown: Floats,
     given: Conditions,
-) -> Floats:
-    """Seconds that ops take longer because messages hold SMs at their start, beyond what their slowdown says, ``[N]``.
+) -> tuple[Ints, Floats]:
+    """Ops that take longer because messages hold SMs at their start, and how many seconds beyond what their slowdown
+    says.
 
-    Only attention of few waves has any; less than 0 where the last wave has room for what did not fit the first.
+    Only attention of few waves does; it is less than 0 where the last wave has room for what did not fit the first.
     """
-    longer, ops, near = np.zeros(len(schedule)), attention_ops(schedule), ~base.paced[base.messages.op]
+    ops, near = attention_ops(schedule), ~base.paced[base.messages.op]
     if not (len(ops) and near.any()) or limits_of(given.kernel).any_mask or given.sparse is not None:
-        return longer
+        return ops[:0], np.zeros(0)
     params = given.attention_params(pass_)
     tiles, tile, heads = sequences(schedule.tiles), schedule.tile[ops], schedule.heads[ops, 1]
     ops = ops[few_waves(params, tiles.queries()[tile], tiles.keys()[tile], heads)]
@@ -176,15 +180,12 @@ def _held(
     loss = hold_s * np.minimum(held / params.num_sms, 1 - 1 / slowdown[pressure[ops], pressure[by]])
     alone = attention_seconds(params, schedule, ops, given)[0]
     dims = {"head_dim": given.head_dim, "value_dim": given.value_dim}
-    longer[ops] = held_op_seconds(params, schedule, ops, held, hold_s, given.varlen, **dims) - alone - loss
-    return longer
+    return ops, held_op_seconds(params, schedule, ops, held, hold_s, given.varlen, **dims) - alone - loss
 
 
 @compiled(error_model="numpy")
 def _at_least_links(duration, flow_start, flow_link, flow_bytes, capacity):  # type: ignore[no-untyped-def]
-    """Durations, each at least as long as its fullest link takes."""
-    found = duration.copy()
-    for op in range(len(found)):
+    """Make durations at least as long as their fullest links take."""
+    for op in range(len(duration)):
         for entry in range(flow_start[op], flow_start[op + 1]):
-            found[op] = max(found[op], flow_bytes[entry] / capacity[flow_link[entry]])
-    return found
+            duration[op] = max(duration[op], flow_bytes[entry] / capacity[flow_link[entry]])

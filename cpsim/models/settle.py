@@ -15,7 +15,7 @@ from cpsim.models.power import settled_seconds
 from cpsim.models.spread import expected_maximum
 from cpsim.runtime.compiled import compiled, unsigned
 from cpsim.schedule.schedule import COLLECTIVE_KINDS, COMMUNICATION_KINDS, STREAMS, Kind, Pass, Schedule, is_one_of
-from cpsim.schedule.work import earliest, waits
+from cpsim.schedule.work import earliest, last_end, waits
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -70,20 +70,19 @@ def settle(
         schedule: N ops of one pass.
         pass_: forward or backward.
         endless_s: seconds of every op; of attention those of an endless run, ``[N]``.
-        full_clock_s: seconds of attention ops at the full clock, ``[N]``.
+        full_clock_s: seconds of attention ops at the full clock, ``[A]``.
         release_s: when hosts have launched every op, ``[N]``.
         eager: transfers that leave before their receiver is there, ``[N]``.
         paced: ops that the network between nodes paces, ``[N]``.
         given: machine, kernel and code.
     """
     attends = attention_ops(schedule)
-    quick = endless_s.copy()
-    quick[attends] = full_clock_s[attends]
     before = waits(schedule, eager)
-    start, end, _ = earliest(*before, quick, release_s)
+    duration, full = endless_s.copy(), full_clock_s
+    duration[attends] = full
+    start, end = earliest(*before, duration, release_s)[:2]
     if not len(attends):
-        return Settled(endless_s, start, end)
-    duration, full = endless_s.copy(), full_clock_s[attends]
+        return Settled(duration, start, end)
     drawn = _drawn(schedule, endless_s, paced, given)
     ranks = ranks_of(schedule, attends)
     power = given.profile.attention_params(given.kernel, pass_).busy_power
@@ -92,7 +91,7 @@ def settle(
     for _ in range(SETTLED_AFTER):
         duration[attends] = settled_seconds(full, endless, ranks, drawn, period + given.pause_s, power)
         slowed = np.bincount(ranks, duration[attends] - full, schedule.num_ranks)
-        known, period = period, float(earliest(*before, duration, release_s)[1].max()) - slowed
+        known, period = period, last_end(*before, duration, release_s) - slowed
         if (np.abs(known - period) <= SETTLED_S + SETTLED * np.abs(period)).all():
             break
     if np.isinf(given.ahead_s) and not given.reads:
@@ -107,13 +106,12 @@ def _drawn(schedule: Schedule, seconds: Floats, paced: Bools, given: Conditions)
     """Seconds times load of everything but attention on every rank, relative to what the power limit allows."""
     loads = _LIMITED | dict(given.profile.load)
     load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])
-    drawn, drawing = np.zeros(schedule.num_ranks), seconds.copy()
+    drawn = np.zeros(schedule.num_ranks)
     by_bytes = paced | (schedule.kind == Kind.TRANSFER)
-    drawing[by_bytes] = np.minimum(drawing, schedule.nbytes / given.profile.collective.port_bytes_per_s)[by_bytes]
-    link = schedule.over_host_link()
-    drawing[link] = schedule.nbytes[link] / given.profile.elementwise.bandwidth_bytes_per_s["copy"]
+    rates = given.profile.collective.port_bytes_per_s, given.profile.elementwise.bandwidth_bytes_per_s["copy"]
     lane_start, lane_rank, stream = unsigned(schedule.lane_start, schedule.lane_rank, schedule.lane_stream)
-    _add_drawn(drawn, load, schedule.kind, drawing, lane_start, lane_rank, stream)
+    by = by_bytes, schedule.over_host_link(), rates
+    _add_drawn(drawn, load, schedule.kind, seconds, schedule.nbytes, by, lane_start, lane_rank, stream)
     return drawn
 
 
@@ -171,9 +169,16 @@ def ranks_of(schedule: Schedule, ops: Ints) -> Ints:
 
 
 @compiled()
-def _add_drawn(drawn, load, kind, duration, lane_start, lane_rank, lane_stream):  # type: ignore[no-untyped-def]
-    """Add what ops draw to what their ranks do."""
+def _add_drawn(drawn, load, kind, seconds, nbytes, by, lane_start, lane_rank, lane_stream):  # type: ignore[no-untyped-def]
+    """Add what ops draw to what their ranks do: by their seconds, by their bytes at the rate of a port where these take
+    less, or by their bytes at the rate of memory."""
+    at_most, over_host_link, (port, memory) = by
     for op in range(len(kind)):
+        drawing = seconds[op]
+        if at_most[op]:
+            drawing = min(drawing, nbytes[op] / port)
+        if over_host_link[op]:
+            drawing = nbytes[op] / memory
         for entry in range(lane_start[op], lane_start[op + 1]):
             if not _IS_ARRIVAL[lane_stream[entry]]:
-                drawn[lane_rank[entry]] += load[kind[op]] * duration[op]
+                drawn[lane_rank[entry]] += load[kind[op]] * drawing

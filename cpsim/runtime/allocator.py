@@ -10,8 +10,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES: Final = 1 << 26
 """Free memory at the end of the heap beyond which it is given back."""
 ARRAY_BYTES: Final = 1 << 22
-"""Size of arrays that are always given back. They are those of a schedule of half a million ops, which would leave holes
-in the heap that nothing else fits into: a sixth of the memory that such a prediction needs."""
+"""Size of arrays that are always given back: those of a schedule of half a million ops, which would leave holes in the
+heap that nothing else fits into, a sixth of the memory that such a prediction needs."""
 
 
 def keep_freed_memory() -> None:

@@ -35,15 +35,15 @@ class _Entries:
             tables = [np.ascontiguousarray(column, np.int32).reshape(len(ops), -1) for column in columns]
             self.chunks.append((unsigned(np.ascontiguousarray(ops))[0], tables))
 
-    def close(self, num_ops: int, num_columns: int) -> tuple[Ints, Int32]:
+    def close(self, num_ops: int, num_columns: int) -> tuple[Int32, Int32]:
         """CSR start ``[num_ops + 1]`` and the columns ``[num_columns, X]``, ordered by op; the chunks are gone.
 
         Entries whose first column is negative are left out.
         """
-        start = np.zeros(num_ops + 1, np.int64)
+        start = np.zeros(num_ops + 1, np.int32)
         for ops, tables in self.chunks:
             _count(start[1:], ops, tables[0])
-        np.cumsum(start, out=start)
+        np.cumsum(start, dtype=np.int32, out=start)
         grouped = np.empty((num_columns, int(start[-1])), np.int32)
         for i, column in enumerate(grouped):
             filled = start.copy()

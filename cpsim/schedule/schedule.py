@@ -174,13 +174,13 @@ class Schedule:
     heads: Int32
     """``[N, 4]``: first query head, query heads, first key-value head, key-value heads."""
     nbytes: Ints
-    lane_start: Ints
+    lane_start: Int32
     lane_rank: Int32
     lane_stream: Int8
     """Index into ``STREAMS``."""
-    dep_start: Ints
+    dep_start: Int32
     dep: Int32
-    access_start: Ints
+    access_start: Int32
     access_buffer: Int32
     access_block: Int32
     access_mode: Int8
@@ -222,6 +222,8 @@ class Schedule:
     priced and simulated, not executed."""
 
     def __post_init__(self) -> None:
+        for start in ("lane_start", "dep_start", "access_start"):
+            object.__setattr__(self, start, getattr(self, start).astype(np.int32, copy=False))
         for column in fields(self):
             value = getattr(self, column.name)
             if isinstance(value, np.ndarray):
@@ -327,8 +329,9 @@ class Schedule:
         kept = (counts > 0) & ~is_one_of(self.kind, COMMUNICATION_KINDS)
         number = np.cumsum(kept, dtype=np.int32) - 1
 
-        def some(start: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-            return np.concatenate([[0], np.cumsum(np.diff(start)[kept])]), np.repeat(kept, np.diff(start))
+        def some(start: Int32 | Ints) -> tuple[Int32, NDArray[np.bool_]]:
+            starts = np.concatenate([[0], np.cumsum(np.diff(start)[kept])]).astype(np.int32)
+            return starts, np.repeat(kept, np.diff(start))
 
         lanes, accesses = some(self.lane_start), some(self.access_start)
         needed = np.repeat(kept, np.diff(self.dep_start)) & kept[self.dep]

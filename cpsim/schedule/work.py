@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.masks.slices import Ints
 from cpsim.runtime.compiled import compiled, inlined, unsigned
 from cpsim.schedule.schedule import STREAMS, Int8, Int32, Kind, Schedule
 
@@ -41,7 +40,7 @@ class Work:
     """Alone at full speed, ``[N]``."""
     release_s: Floats
     """When the hosts of all its ranks have launched it, ``[N]``."""
-    flow_start: Ints
+    flow_start: Int32
     flow_link: Int32
     flow_bytes: Floats
     """Bytes over each link, positive; CSR over ops."""
@@ -65,7 +64,7 @@ def free_work(duration_s: Floats, release_s: Floats) -> Work:
     return Work(
         duration_s=duration_s,
         release_s=release_s,
-        flow_start=np.zeros(len(duration_s) + 1, np.int64),
+        flow_start=np.zeros(len(duration_s) + 1, np.int32),
         flow_link=np.zeros(0, np.int32),
         flow_bytes=np.zeros(0),
         link_bytes_per_s=np.zeros(0),
@@ -75,11 +74,11 @@ def free_work(duration_s: Floats, release_s: Floats) -> Work:
     )
 
 
-_WAITS: Final[WeakKeyDictionary[Schedule, dict[bytes, tuple[Ints, Int32]]]] = WeakKeyDictionary()
+_WAITS: Final[WeakKeyDictionary[Schedule, dict[bytes, tuple[Int32, Int32]]]] = WeakKeyDictionary()
 """What ``waits`` has found, by which transfers are eager: engines and draws ask for it again."""
 
 
-def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
+def waits(schedule: Schedule, eager: Bools) -> tuple[Int32, Int32]:
     """Ops that must have ended before each op starts: its dependencies, the op before it on each of its lanes, and what
     the other half of a rank's launch waits for on that rank (`partners`); without most of those that another of them
     waits for itself, which say nothing new.
@@ -137,7 +136,7 @@ def _keep_new(found, count, end, known, op):  # type: ignore[no-untyped-def]
 def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes):  # type: ignore[no-untyped-def]
     num_ops = len(lane_start) - 1
     last = np.full(num_lanes, -1, np.int32)
-    start = np.empty(num_ops + 1, np.int64)
+    start = np.empty(num_ops + 1, np.int32)
     op = np.empty(len(dep) + len(lane_rank), np.int32)
     count = 0
     start[0] = 0
@@ -159,7 +158,7 @@ def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes)
 def _launched(first, before, partner, lane_start, lane_rank):  # type: ignore[no-untyped-def]
     """Predecessors with those of other halves of launches, as far as they are earlier in the list."""
     num_ops, count = len(first) - 1, 0
-    start, known = np.zeros(num_ops + 1, np.int64), np.full(num_ops, -1, np.int32)
+    start, known = np.zeros(num_ops + 1, np.int32), np.full(num_ops, -1, np.int32)
     found = np.empty(3 * len(before), np.int32)  # an op is a half of two launches
     for op in range(num_ops):
         end = count
@@ -182,7 +181,7 @@ def _launched(first, before, partner, lane_start, lane_rank):  # type: ignore[no
 def _sent(first, before, eager, partner, lane_start, lane_rank):  # type: ignore[no-untyped-def]
     """Predecessors without the receivers that nobody waits for."""
     num_ops, count = len(eager), 0
-    start, known = np.zeros(num_ops + 1, np.int64), np.full(num_ops, -1, np.int32)
+    start, known = np.zeros(num_ops + 1, np.int32), np.full(num_ops, -1, np.int32)
     found = np.empty(2 * len(before), np.int32)
     for op in range(num_ops):
         end = count
@@ -208,7 +207,7 @@ def _sent(first, before, eager, partner, lane_start, lane_rank):  # type: ignore
 def _needed(first, before):  # type: ignore[no-untyped-def]
     """Predecessors without those that another one waits for, where that one waits for few."""
     num_ops, count = len(first) - 1, 0
-    start, known = np.zeros(num_ops + 1, np.int64), np.full(num_ops, -1, np.int32)
+    start, known = np.zeros(num_ops + 1, np.int32), np.full(num_ops, -1, np.int32)
     found = np.empty(len(before), np.int32)
     for op in range(num_ops):
         end = count
@@ -223,7 +222,7 @@ def _needed(first, before):  # type: ignore[no-untyped-def]
     return start, found[:count]
 
 
-def earliest(first: Ints, before: Int32, duration_s: Floats, release_s: Floats) -> tuple[Floats, Floats, Int32]:
+def earliest(first: Int32, before: Int32, duration_s: Floats, release_s: Floats) -> tuple[Floats, Floats, Int32]:
     """Start, end and cause of every op where nothing slows another: each starts at the last end that it waits for.
 
     `first` and `before` are the predecessors, all earlier in the list; `cause` is the op that a start waited for,
@@ -231,6 +230,24 @@ def earliest(first: Ints, before: Int32, duration_s: Floats, release_s: Floats) 
     """
     first, before = unsigned(first, before)
     return _earliest(first, before, duration_s, release_s)  # type: ignore[no-any-return]
+
+
+def last_end(first: Int32, before: Int32, duration_s: Floats, release_s: Floats) -> float:
+    """The last end of those that ``earliest`` finds; 0 where there is no op."""
+    first, before = unsigned(first, before)
+    return float(_last_end(first, before, duration_s, release_s))
+
+
+@compiled(nogil=True)
+def _last_end(first, before, duration, release):  # type: ignore[no-untyped-def]
+    end, last = np.empty(len(duration)), 0.0
+    for op in range(len(duration)):
+        at = release[op]
+        for entry in range(first[op], first[op + 1]):
+            at = max(at, end[before[entry]])
+        end[op] = at + duration[op]
+        last = max(last, end[op])
+    return last
 
 
 @compiled(nogil=True)

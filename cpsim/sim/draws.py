@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 
-from cpsim.masks.slices import Ints
 from cpsim.runtime.compiled import compiled
 from cpsim.schedule.schedule import Int8, Int32
 from cpsim.schedule.work import Bools, Floats, Work, waits
@@ -28,7 +27,7 @@ the ends that are waited for stay in the processor's caches."""
 class Followed:
     """What makespans with other costs follow from: of a simulated schedule of N ops what each waits for and takes."""
 
-    first: Ints
+    first: Int32
     before: Int32
     """Predecessors, CSR: see ``waits``."""
     alone_s: Floats

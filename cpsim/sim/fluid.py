@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.masks.slices import Ints
 from cpsim.runtime.compiled import bare, compiled, inlined, prefetch, unsigned
 from cpsim.schedule.schedule import STREAMS, Int32, Schedule
 from cpsim.schedule.work import LEAST_SPEED, Floats, Work
@@ -71,7 +70,7 @@ AHEAD: Final = 3
 """Ops of every rank after which a record is needed that is fetched from memory now, where ops start in list order."""
 
 
-def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Floats, Floats, Int32]:
+def run(first: Int32, before: Int32, schedule: Schedule, work: Work) -> tuple[Floats, Floats, Int32]:
     """Simulate.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.cluster import Cluster
+from cpsim.case.cluster import Cluster, Whole
 from cpsim.masks.slices import Ints
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.network.collective import collective_seconds, transfer_seconds, wire_bytes
@@ -41,7 +41,7 @@ NO_FLOWS: Final = Flows(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0
 class MessageCosts:
     """What n ops that communicate cost alone."""
 
-    op: Ints
+    op: Whole
     seconds: Floats
     group: Int8
     """Index into ``GROUPS`` of every op's cost model."""
@@ -122,8 +122,7 @@ class Communication:
         """Messages between two ranks, inside nodes and between them."""
         ops, nbytes = messages.op, messages.nbytes
         first = schedule.lane_start[ops]
-        source = schedule.lane_rank[first].astype(np.int64)
-        target = schedule.lane_rank[first + 1].astype(np.int64)
+        source, target = schedule.lane_rank[first], schedule.lane_rank[first + 1]
         crosses = links.crosses(source, target)
         seconds = transfer_seconds(self.profile.collective, *messages.kinds, self.messages)[messages.alike]
         if self.cluster.fabric is not None:

@@ -45,7 +45,7 @@ def held_sms(
     Returns:
         SMs held at each kernel's start, ``[A]``; for how long from then on; and one of the transfers, or -1.
     """
-    op, number = messages.op[near], messages.channels[near]
+    op, number = messages.op[near], messages.channels_of_kind[messages.alike[near]]
     begin, which = _by_lane(
         op, schedule.lane_start, schedule.lane_rank, schedule.lane_stream, start_s, schedule.num_ranks * len(STREAMS)
     )
@@ -60,7 +60,7 @@ def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # typ
 
     What a rank sends on a lane starts in the order of the list, as what it receives does, so that these are merged.
     """
-    lanes, begin = np.empty((2, len(op)), np.int64), np.zeros((2, num_lanes + 1), np.int64)
+    lanes, begin = np.empty((2, len(op)), np.int32), np.zeros((2, num_lanes + 1), np.int64)
     for i in range(len(op)):
         first = lane_start[op[i]]
         for end in range(2):
@@ -69,12 +69,12 @@ def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # typ
     for lane in range(num_lanes):
         for end in range(2):
             begin[end, lane + 1] += begin[end, lane]
-    filled, found = begin.copy(), np.empty((2, len(op)), np.int64)
+    filled, found = begin.copy(), np.empty((2, len(op)), np.int32)
     for end in range(2):
         for i in range(len(op)):
             found[end, filled[end, lanes[end, i]]] = i
             filled[end, lanes[end, i]] += 1
-    which, at = np.empty(2 * len(op), np.int64), 0
+    which, at = np.empty(2 * len(op), np.int32), 0
     for lane in range(num_lanes):
         (sent, received), (last_sent, last_received) = begin[:, lane], begin[:, lane + 1]
         while sent < last_sent or received < last_received:

@@ -6,15 +6,15 @@ node, where nodes are oversubscribed an uplink of each, and where leaf switches 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.cluster import Cluster, Fault
-from cpsim.masks.slices import Ints
+from cpsim.case.cluster import Cluster, Fault, Whole
 from cpsim.runtime.compiled import compiled
-from cpsim.schedule.schedule import Int32
+from cpsim.schedule.schedule import Int8, Int32
 
 Floats = NDArray[np.float64]
 
@@ -23,8 +23,8 @@ Floats = NDArray[np.float64]
 class Flows:
     """Bytes that ops move over links: entries (op, link, bytes) in any order."""
 
-    op: Ints
-    link: Ints
+    op: Whole
+    link: Whole
     nbytes: Floats
 
 
@@ -78,37 +78,38 @@ class Links:
     def _proxies(self) -> bool:
         return self.cluster.fabric is not None and self.cluster.fabric.proxy_bandwidth_bytes_per_s is not None
 
-    def on_streams(self, flows: Flows, stream: Ints) -> Flows:
+    def on_streams(self, flows: Flows, stream: Int8) -> Flows:
         """These flows, which pass the proxy threads of the first stream, through those of their own: of every op,
         ``[ops]``."""
         if not self._proxies:
             return flows
         threads = flows.link >= 2 * sum(self._sizes)
-        moved = np.where(threads, flows.link + stream[flows.op] * self.cluster.num_gpus, flows.link)
+        of_stream = stream[flows.op].astype(np.int64) * self.cluster.num_gpus
+        moved = np.where(threads, flows.link + of_stream, flows.link)
         return Flows(flows.op, moved, flows.nbytes)
 
-    def nic_of(self, rank: Ints) -> Ints:
+    def nic_of(self, rank: Whole) -> Whole:
         """The NIC that a rank uses: the GPUs of a node are spread evenly over its NICs."""
         fabric = self.cluster.fabric
         assert fabric is not None
         node, local = np.divmod(rank, self.cluster.gpus_per_node)
-        nic: Ints = node * fabric.nics_per_node + local * fabric.nics_per_node // self.cluster.gpus_per_node
+        nic: Whole = node * fabric.nics_per_node + local * fabric.nics_per_node // self.cluster.gpus_per_node
         return nic
 
-    def leaf_of(self, nic: Ints) -> Ints:
+    def leaf_of(self, nic: Whole) -> Whole:
         """The leaf switch of a NIC."""
         fabric = self.cluster.fabric
         assert fabric is not None
         assert fabric.nodes_per_leaf is not None
         node, place = np.divmod(nic, fabric.nics_per_node)
-        group: Ints = node // fabric.nodes_per_leaf
+        group: Whole = node // fabric.nodes_per_leaf
         return group * fabric.nics_per_node + place if fabric.rails else group
 
-    def crosses(self, source: Ints, target: Ints) -> NDArray[np.bool_]:
+    def crosses(self, source: Whole, target: Whole) -> NDArray[np.bool_]:
         """Whether two ranks are on different nodes."""
         return np.asarray(self.cluster.node_of(source) != self.cluster.node_of(target))
 
-    def transfers(self, op: Ints, source: Ints, target: Ints, nbytes: Floats) -> Flows:
+    def transfers(self, op: Whole, source: Whole, target: Whole, nbytes: Floats) -> Flows:
         """Flows of point-to-point transfers, arrays ``[n]``; what a GPU sends to itself is on no link."""
         crosses = self.crosses(source, target)
         near, far = np.flatnonzero(~crosses & (source != target)), np.flatnonzero(crosses)
@@ -132,17 +133,17 @@ class Links:
             parts += [(op, base + out, nbytes), (op, base + uplinks + into, nbytes)]
         return _join(parts)
 
-    def _ported(self, op: Ints, source: Ints, target: Ints, nbytes: Floats) -> list[tuple[Ints, Ints, Floats]]:
+    def _ported(self, op: Whole, source: Whole, target: Whole, nbytes: Floats) -> list[tuple[Whole, Whole, Floats]]:
         """Flows over NVLink."""
         return [(op, source, nbytes), (op, self.cluster.num_gpus + target, nbytes)]
 
-    def _spined(self, op: Ints, out: Ints, into: Ints, nbytes: Floats) -> list[tuple[Ints, Ints, Floats]]:
+    def _spined(self, op: Whole, out: Whole, into: Whole, nbytes: Floats) -> list[tuple[Whole, Whole, Floats]]:
         """Flows from leaf to leaf, of those that are not the same."""
         ranks, nics, uplinks, leaves = self._sizes
         base, apart = 2 * (ranks + nics + uplinks), out != into
         return [(op[apart], base + out[apart], nbytes[apart]), (op[apart], base + leaves + into[apart], nbytes[apart])]
 
-    def _handed_to(self, source: Ints, target: Ints) -> Ints:
+    def _handed_to(self, source: Whole, target: Whole) -> Whole:
         """The rank of the source's node whose NIC takes what is for a target: with rails that of the target's place."""
         fabric, per_node = self.cluster.fabric, self.cluster.gpus_per_node
         if fabric is None or not fabric.rails:
@@ -151,14 +152,14 @@ class Links:
         same = self.nic_of(source) % fabric.nics_per_node == place
         return np.where(same, source, source // per_node * per_node + target % per_node)
 
-    def routed(self, op: int, source: Ints, target: Ints, nbytes: Floats) -> Flows:
+    def routed(self, op: int, source: Whole, target: Whole, nbytes: Floats) -> Flows:
         """Flows of one uneven all-to-all, every link once; arrays ``[n]``."""
         flows = self.transfers(np.full(len(source), op), source, target, nbytes)
         total = np.bincount(flows.link, flows.nbytes).astype(np.float64)
         link = np.flatnonzero(total)
         return Flows(np.full(len(link), op), link, total[link])
 
-    def collectives(self, op: Ints, ranks: Ints, near_bytes: float, far_bytes: float, messages: bool) -> Flows:
+    def collectives(self, op: Whole, ranks: Whole, near_bytes: float, far_bytes: float, messages: bool) -> Flows:
         """Flows of collectives that are alike.
 
         Args:
@@ -170,7 +171,7 @@ class Links:
         """
         num_ranks, nics, uplinks, leaves = self._sizes
         each, all_ranks = np.repeat(op, ranks.shape[1]), ranks.ravel()
-        parts: list[tuple[Ints, Ints, float | Floats]]
+        parts: list[tuple[Whole, Whole, float | Floats]]
         parts = [(each, all_ranks, near_bytes), (each, num_ranks + all_ranks, near_bytes)]
         if far_bytes > 0:
             base = 2 * (num_ranks + nics)
@@ -192,8 +193,8 @@ class Links:
         return _join([(of_op, link, np.broadcast_to(nbytes, link.shape)) for of_op, link, nbytes in parts])
 
     def _between_leaves(
-        self, op: Ints, ranks: Ints, far_bytes: float, messages: bool
-    ) -> list[tuple[Ints, Ints, float | Floats]]:
+        self, op: Whole, ranks: Whole, far_bytes: float, messages: bool
+    ) -> list[tuple[Whole, Whole, float | Floats]]:
         """What collectives send from leaf to leaf: of messages each rank's share for the ranks of other groups of
         nodes, of rings, which enter and leave every group of nodes once, what one node sends."""
         num_ranks, nics, uplinks, leaves = self._sizes
@@ -213,7 +214,7 @@ class Links:
         return [(op[which], base + leaf, total[used]), (op[which], base + leaves + leaf, total[used])]
 
 
-def _counted(op: Ints, values: Ints) -> tuple[Ints, Ints, Floats]:
+def _counted(op: Whole, values: Whole) -> tuple[Whole, Whole, Floats]:
     """Distinct values of every op, ``[n, g]``: the op, the value and how often it has it."""
     most = int(values.max()) + 1
     distinct, counts = np.unique(np.arange(len(op))[:, None] * most + values, return_counts=True)
@@ -221,29 +222,41 @@ def _counted(op: Ints, values: Ints) -> tuple[Ints, Ints, Floats]:
     return op[which], value, counts.astype(np.float64)
 
 
-def _join(parts: list[tuple[Ints, Ints, Floats]]) -> Flows:
+def _join(parts: list[tuple[Whole, Whole, Floats]]) -> Flows:
     return Flows(*(np.concatenate([p[i] for p in parts]) for i in range(3)))
 
 
-def as_columns(flows: list[Flows], num_ops: int) -> tuple[Ints, Int32, Floats]:
-    """CSR over ops of all flows of positive size: start ``[num_ops + 1]``, link and bytes."""
-    if not flows:
-        return np.zeros(num_ops + 1, np.int64), np.zeros(0, np.int32), np.zeros(0)
-    op, link, nbytes = (np.concatenate([getattr(f, name) for f in flows]) for name in ("op", "link", "nbytes"))
-    start, link, nbytes = _by_op(op, link, nbytes.astype(np.float64, copy=False), num_ops)
-    return start, link, nbytes
+def as_columns(flows: Sequence[Flows], num_ops: int) -> tuple[Int32, Int32, Floats]:
+    """CSR over ops of all flows of positive size, otherwise in their order: start ``[num_ops + 1]``, link and bytes."""
+    columns = [
+        (
+            f.op.astype(np.int32, copy=False),
+            f.link.astype(np.int32, copy=False),
+            f.nbytes.astype(np.float64, copy=False),
+        )
+        for f in flows
+    ]
+    start = np.zeros(num_ops + 1, np.int32)
+    for op, _, nbytes in columns:
+        _count(start, op, nbytes)
+    np.cumsum(start, dtype=np.int32, out=start)
+    filled, links, sizes = start.copy(), np.empty(start[-1], np.int32), np.empty(start[-1])
+    for some in columns:
+        _put(filled, links, sizes, *some)
+    return start, links, sizes
 
 
 @compiled()
-def _by_op(op, link, nbytes, num_ops):  # type: ignore[no-untyped-def]
-    """Flows of positive size, ordered by op and otherwise as they were."""
-    start = np.zeros(num_ops + 1, np.int64)
+def _count(start, op, nbytes):  # type: ignore[no-untyped-def]
+    """Add up flows of positive size of every op, where those of the next one start."""
     for i in range(len(op)):
         start[op[i] + 1] += nbytes[i] > 0
-    start = np.cumsum(start)
-    filled, links, sizes = start.copy(), np.empty(start[-1], np.int32), np.empty(start[-1])
+
+
+@compiled()
+def _put(filled, links, sizes, op, link, nbytes):  # type: ignore[no-untyped-def]
+    """Put flows of positive size behind those that their ops have."""
     for i in range(len(op)):
         if nbytes[i] > 0:
             links[filled[op[i]]], sizes[filled[op[i]]] = link[i], nbytes[i]
             filled[op[i]] += 1
-    return start, links, sizes

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cpsim.case.cluster import Cluster
 from cpsim.masks.slices import Ints
 from cpsim.models.network.collective import channels
-from cpsim.schedule.schedule import Int8, Kind, Schedule
+from cpsim.schedule.schedule import Int8, Int32, Kind, Schedule
 
 Floats = NDArray[np.float64]
 
@@ -35,14 +35,23 @@ transfers say how many channels they run on."""
 class Messages:
     """All T transfers of a schedule; arrays ``[T]``. Few differ in size and process group: these are the K kinds."""
 
-    op: Ints
-    nbytes: Floats
-    channels: Ints
-    """Thread blocks that each one runs on."""
-    alike: Ints
+    op: Int32
+    alike: Int32
     """Which kind each one is of."""
     kinds: tuple[Floats, Ints, Ints]
     """Bytes, ranks of the process group and nodes that it spans; ``[K]`` each."""
+    channels_of_kind: Ints
+    """Thread blocks that those of a kind run on, ``[K]``."""
+
+    @property
+    def nbytes(self) -> Floats:
+        """Bytes of each one."""
+        return self.kinds[0][self.alike]
+
+    @property
+    def channels(self) -> Ints:
+        """Thread blocks that each one runs on."""
+        return self.channels_of_kind[self.alike]
 
     @classmethod
     def of(cls, schedule: Schedule, cluster: Cluster, unbatched: bool, in_batch: int) -> Messages:
@@ -51,12 +60,12 @@ class Messages:
         A transfer is sent as ``in_batch`` messages, one after the other.
         """
         group, ranks = schedule.process_groups()
-        op = np.flatnonzero(group >= 0)
+        op = np.flatnonzero(group >= 0).astype(np.int32)
         nbytes = schedule.nbytes[op]
         if unbatched:
             first = schedule.lane_start[op]
-            source, target = (schedule.lane_rank[first + end].astype(np.int64) for end in (0, 1))
-            within = (cluster.node_of(source) != cluster.node_of(target)).astype(np.int64)
+            source, target = (schedule.lane_rank[first + end] for end in (0, 1))
+            within = cluster.node_of(source) != cluster.node_of(target)
             sizes = np.array([[2, 2], [1, 2]])
         else:
             within = group[op]
@@ -68,7 +77,7 @@ class Messages:
         size, which = np.divmod(codes, max(1, sizes.shape[1]))
         kinds = size.astype(np.float64), sizes[0, which], sizes[1, which]
         blocks = channels(kinds[0] / in_batch, *kinds[1:])
-        return cls(op, nbytes.astype(np.float64), blocks[alike], alike, kinds)
+        return cls(op, alike.astype(np.int32), kinds, blocks)
 
 
 def pressures(schedule: Schedule, messages: Messages, paced: NDArray[np.bool_]) -> tuple[Int8, list[str]]:
@@ -89,7 +98,7 @@ def pressures(schedule: Schedule, messages: Messages, paced: NDArray[np.bool_]) 
     for one in np.flatnonzero(np.bincount(lane[near])):
         mine = lane == one
         pressure[messages.op[mine]] = len(names)
-        names.append(f"transfer {messages.channels[near & mine].max()}")
+        names.append(f"transfer {messages.channels_of_kind[messages.alike[near & mine]].max()}")
     alone = paced | schedule.over_host_link()
     if alone.any():
         pressure[alone] = len(names)

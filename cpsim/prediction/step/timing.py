@@ -194,7 +194,7 @@ class Planned:
         work = Work(
             duration_s=alone_s,
             release_s=np.maximum(release_s, 0.0),
-            flow_start=np.zeros(count + 1, np.int64),
+            flow_start=np.zeros(count + 1, np.int32),
             flow_link=none,
             flow_bytes=np.zeros(0),
             link_bytes_per_s=np.zeros(0),
@@ -215,8 +215,8 @@ class Planned:
     def _pressure(self, paced: tuple[str, ...]) -> tuple[Int8, Floats]:
         """Classes of ops, and their slowdown of each other, where attention of these passes is paced, too."""
         if paced not in self._pressed:
-            nothing = np.zeros(0, np.int64)
-            messages = Messages(nothing, np.zeros(0), nothing, nothing, (np.zeros(0), nothing, nothing))
+            nothing, none = np.zeros(0, np.int64), np.zeros(0, np.int32)
+            messages = Messages(none, none, (np.zeros(0), nothing, nothing), nothing)
             unpressing = self.unpressing.copy()
             for name in paced:
                 unpressing[self.attention[name]] = True

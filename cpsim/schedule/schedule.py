@@ -358,8 +358,10 @@ class Schedule:
             products=np.column_stack([number[products[:, 0]], products[:, 1:]]),
         )
 
-    def op_of_lane(self) -> Ints:
-        """Op of every lane entry, as long as ``lane_rank``."""
+    def op_of_lane(self, entries: Ints | None = None) -> Ints:
+        """Op of some lane entries, or of every one, as long as ``lane_rank``."""
+        if entries is not None:
+            return np.asarray(np.searchsorted(self.lane_start, entries, "right") - 1, np.int64)
         return np.repeat(np.arange(len(self)), np.diff(self.lane_start))
 
     def op_of_access(self) -> Ints:
@@ -387,12 +389,15 @@ class Schedule:
     def bytes_sent(self) -> NDArray[np.float64]:
         """Bytes that leave every rank, ``float64[num_ranks]``: transfers, routes, and (n-1)/n of a collective's S
         (all-gather and reduce-scatter by rings: the same; all-reduce twice)."""
-        num_lanes = np.diff(self.lane_start)
+        even = is_one_of(self.kind, COLLECTIVE_KINDS)
+        even[self.routes[:, 0]] = False
+        ops = np.flatnonzero(even)
+        first, num_lanes = self.lane_start[ops], self.lane_start[ops + 1] - self.lane_start[ops]
         members = num_lanes * self.copies
-        share = (members - 1) / np.maximum(members, 1)
-        share[self.routes[:, 0]] = 0
-        share = np.where(self.kind == Kind.ALL_REDUCE, 2 * share, share) * is_one_of(self.kind, COLLECTIVE_KINDS)
-        sent = np.bincount(self.lane_rank, weights=np.repeat(share * self.nbytes, num_lanes), minlength=self.num_ranks)
+        share = (members - 1) / np.maximum(members, 1) * np.where(self.kind[ops] == Kind.ALL_REDUCE, 2, 1)
+        lanes = np.repeat(first - np.cumsum(num_lanes) + num_lanes, num_lanes) + np.arange(num_lanes.sum())
+        weights = np.repeat(share * self.nbytes[ops], num_lanes)
+        sent = np.bincount(self.lane_rank[lanes], weights=weights, minlength=self.num_ranks)
         moves = np.flatnonzero(self.kind == Kind.TRANSFER)
         source, target = (self.lane_rank[self.lane_start[moves] + end] for end in (0, 1))
         moved = np.bincount(source, weights=self.nbytes[moves] * (source != target), minlength=self.num_ranks)

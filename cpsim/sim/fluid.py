@@ -19,21 +19,22 @@ from cpsim.schedule.schedule import STREAMS, Int32, Schedule
 from cpsim.schedule.work import LEAST_SPEED, Floats, Work
 from cpsim.sim.heap import pop, set_key
 
-# One record per op, flow, rank and link. Flows of a link are doubly linked: `head` is the first one, then
-# `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of members and then
-# the members, beside a flag in their records.
+# One record per op that waits for its host or runs, per flow of a running op, and per rank and link. Few are in use at
+# a time, so that they stay in the processor's caches: who needs one takes the one that was given back last. Flows of a
+# link are doubly linked: `head` is the first one, then `following`; those of an op by `next`; -1 ends a list. Sets that
+# are emptied after every instant are arrays, [0] the number of members and then the members, beside a flag in their
+# records.
 
 OP: Final = np.dtype(
     [
-        ("release", "f8"),
         ("left", "f8"),
         ("since", "f8"),
         ("speed", "f8"),
         ("limit", "f8"),
-        ("first_lane", "u4"),
-        ("first_flow", "u4"),
-        ("first_after", "u4"),
-        ("pending", "i4"),
+        ("duration", "f8"),
+        ("widest", "f8"),
+        ("op", "u4"),
+        ("flow", "i4"),
         ("pressure", "i1"),
         ("running", "i1"),
         ("marked", "i1"),
@@ -43,12 +44,21 @@ OP: Final = np.dtype(
     align=True,
 )
 """One cache line. ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if links were infinitely
-fast; ``pending``: predecessors still waited for; ``place``: in the heap. Entries of an op end where those of the next
-one begin, so there is one record more than ops."""
+fast; ``widest``: most bytes over one link; ``op``: which it is; ``flow``: its first one; ``place``: in the heap, or of
+a record that is not in use the next such."""
 FLOW: Final = np.dtype(
-    [("link", "u4"), ("op", "u4"), ("following", "i4"), ("preceding", "i4"), ("rate", "f8")], align=True
+    [
+        ("rate", "f8"),
+        ("nbytes", "f8"),
+        ("link", "u4"),
+        ("op", "u4"),
+        ("following", "i4"),
+        ("preceding", "i4"),
+        ("next", "i4"),
+    ],
+    align=True,
 )
-"""``rate``: bytes a second at full speed."""
+"""``rate``: bytes a second at full speed; ``op``: record of its op; ``next``: flow of its op, or not in use."""
 RANK: Final = np.dtype([("running", "i4"), ("marked", "i4"), ("present", "i8"), ("was_present", "i8")], align=True)
 """``running``: how many ops; ``present``: these in two bits per pressure class: none, one, several;
 ``was_present``: what it was at the end of the instant before."""
@@ -81,39 +91,26 @@ def run(first: Int32, before: Int32, schedule: Schedule, work: Work) -> tuple[Fl
         start, end and cause, ``[N]`` each, as in ``Timeline``; the end of an op that never starts is NaN.
     """
     num_ops, num_ranks = len(schedule), schedule.num_ranks
-    ops, flows = _records(num_ops + 1, OP), _records(len(work.flow_link), FLOW)
     after, shares = np.empty(len(before), np.uint32), _shares_of(work.slowdown.tobytes(), len(work.slowdown))
-    first, before, lane_rank = unsigned(first, before, schedule.lane_rank)
-    _fill_records(
-        ops,
-        flows,
-        schedule.lane_start,
-        len(lane_rank),
-        work.flow_start,
-        work.flow_link,
-        work.flow_bytes,
-        first,
-        _successors(first, before, after),
-        work.duration_s,
-        work.release_s,
-        work.pressure,
+    first, before, lane_start, lane_rank, flow_start = unsigned(
+        first, before, schedule.lane_start, schedule.lane_rank, work.flow_start
     )
+    after_start, pending = _successors(first, before, after), np.diff(first).view(np.int32)
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
     links["head"], links["capacity"] = -1, work.link_bytes_per_s
     start, end, cause = np.empty(num_ops), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
+    ops = _records(num_ops + 1, OP)
     _run(
+        (lane_start, lane_rank, flow_start, work.flow_link, work.flow_bytes, work.duration_s, work.release_s),
+        work.pressure,
+        (after_start, after, pending),
+        (start, end, cause),
         ops,
-        lane_rank,
-        flows,
+        _records(len(work.flow_link) + 1, FLOW),
+        np.array([-1, 0, -1, 0]),
         ranks,
         links,
-        after,
-        work.duration_s,
-        work.flow_bytes,
         shares,
-        start,
-        end,
-        cause,
         ops["place"],
         *_scratch(num_ops, num_ranks, len(links), len(shares)),
     )
@@ -121,7 +118,7 @@ def run(first: Int32, before: Int32, schedule: Schedule, work: Work) -> tuple[Fl
 
 
 def _records(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Records, not yet written, from the beginning of a cache line on."""
+    """Records from the beginning of a cache line on; memory that is not written costs nothing."""
     room = np.empty(count * dtype.itemsize + LINE, np.uint8)
     first = -room.ctypes.data % LINE
     return room[first : first + count * dtype.itemsize].view(dtype)
@@ -129,43 +126,14 @@ def _records(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _scratch(num_ops: int, num_ranks: int, num_links: int, num_classes: int) -> tuple[NDArray[Any], ...]:
     """What ``_run`` works with: a heap of ops and their keys; the ops that run on every rank, the latest one last,
-    their number and limits by rank and class; the most bytes of ops over one link; a stack of ops that start now; and
-    sets: ops, a group's ops, ranks, links, a group's links."""
+    their number and limits by rank and class; a stack of ops that start now; and sets: ops, a group's ops, ranks,
+    links, a group's links."""
     sets = [np.empty(size + 1, np.uint32) for size in (num_ops, num_ops, num_ops, num_ranks, num_links, num_links)]
-    heap, key, widest = np.empty(num_ops + 1, np.uint32), np.empty(num_ops + 1), np.empty(num_ops)
+    heap, key = np.empty(num_ops + 1, np.uint32), np.empty(num_ops + 1)
     for members in (heap, *sets):
         members[0] = 0
     beside, counts = np.empty((num_ranks, len(STREAMS)), np.uint32), np.zeros((num_ranks, num_classes), np.int32)
-    return heap, key, beside, counts, np.zeros((num_ranks, num_classes)), widest, *sets
-
-
-@bare()
-def _fill_records(  # type: ignore[no-untyped-def]
-    ops,
-    flows,
-    lane_start,
-    num_lanes,
-    flow_start,
-    flow_link,
-    flow_bytes,
-    first,
-    after_start,
-    duration,
-    release,
-    pressure,
-):
-    """Ops and their flows."""
-    end = ops[len(duration)]
-    end.first_lane, end.first_flow, end.first_after = num_lanes, len(flows), first[len(duration)]
-    for op in range(len(duration)):
-        ops[op].release, ops[op].left = release[op], duration[op]
-        ops[op].since = ops[op].speed = ops[op].limit = 0.0
-        ops[op].first_lane, ops[op].first_flow, ops[op].first_after = lane_start[op], flow_start[op], after_start[op]
-        ops[op].pending, ops[op].pressure = first[op + 1] - first[op], pressure[op]
-        ops[op].running = ops[op].marked = ops[op].grouped = ops[op].place = 0
-        for entry in range(flow_start[op], flow_start[op + 1]):
-            flows[entry].link, flows[entry].op = flow_link[entry], op
-            flows[entry].rate = flow_bytes[entry] / duration[op]
+    return heap, key, beside, counts, np.zeros((num_ranks, num_classes)), *sets
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -239,27 +207,40 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
         entries[following].preceding = preceding
 
 
+@inlined()
+def _admit(ops, unused, op, duration, pressure):  # type: ignore[no-untyped-def]
+    """A record for an op that waits for nothing but its host."""
+    new = unused[0]
+    if new >= 0:
+        unused[0] = ops[new].place
+    else:
+        new = unused[1]
+        unused[1] += 1
+    ops[new].op, ops[new].left, ops[new].duration, ops[new].pressure = op, duration, duration, pressure
+    ops[new].since = ops[new].speed = ops[new].limit = 0.0
+    ops[new].running = ops[new].marked = ops[new].grouped = ops[new].place = 0
+    ops[new].flow = -1
+    return new
+
+
 @bare()
 def _run(  # type: ignore[no-untyped-def]
+    given,
+    pressure,
+    waiting,
+    found,
     ops,
-    lane_rank,
     flows,
+    unused,
     ranks,
     links,
-    after,
-    duration,
-    flow_bytes,
     shares,
-    start,
-    end,
-    cause,
     place,
     heap,
     key,
     beside,
     counts,
     limits,
-    widest,
     ready,
     new_ops,
     group_ops,
@@ -267,66 +248,84 @@ def _run(  # type: ignore[no-untyped-def]
     new_links,
     group_links,
 ):
+    """``unused``: the first record of an op that was given back, or -1, and how many there were; of flows alike."""
+    lane_start, lane_rank, flow_start, flow_link, flow_bytes, duration, release = given
+    after_start, after, pending = waiting
+    start, end, cause = found
     ahead = AHEAD * len(ranks)
-    lanes_ahead, flows_ahead = ahead * len(lane_rank) // len(ops), ahead * len(flows) // len(ops)
-    after_ahead = ahead * len(after) // len(ops)
+    lanes_ahead, flows_ahead = ahead * len(lane_rank) // (len(end) + 1), ahead * len(flow_link) // (len(end) + 1)
+    after_ahead = ahead * len(after) // (len(end) + 1)
     for op in range(len(end)):
-        if ops[op].pending == 0:
-            set_key(heap, place, key, op, ops[op].release)
+        if pending[op] == 0:
+            set_key(heap, place, key, _admit(ops, unused, op, duration[op], pressure[op]), release[op])
     while heap[0] > 0:
         now = key[1]
         while ready[0] > 0 or (heap[0] > 0 and key[1] <= now):
             if ready[0] > 0:
-                op = ready[ready[0]]
+                one = ready[ready[0]]
                 ready[0] -= 1
             else:
-                op = pop(heap, place, key)
-            starts, lasts = not ops[op].running, ops[op].running or ops[op].left > 0
+                one = pop(heap, place, key)
+            op = ops[one].op
+            starts, lasts = not ops[one].running, ops[one].running or ops[one].left > 0
             if starts:
-                start[op] = ops[op].since = now
-                prefetch(ops, op + ahead)
-                prefetch(lane_rank, ops[op].first_lane + lanes_ahead)
-                prefetch(flows, ops[op].first_flow + flows_ahead)
-                prefetch(after, ops[op].first_after + after_ahead)
+                start[op] = ops[one].since = now
+                prefetch(lane_rank, lane_start[op] + lanes_ahead)
+                prefetch(flow_link, flow_start[op] + flows_ahead)
+                prefetch(flow_bytes, flow_start[op] + flows_ahead)
+                prefetch(after, after_start[op] + after_ahead)
             if lasts:
                 _enter_or_leave(
-                    ops, lane_rank, flows, ranks, links, op, starts, beside, counts, new_ops, new_ranks, new_links
+                    ops,
+                    lane_start,
+                    lane_rank,
+                    flow_start,
+                    flow_link,
+                    flow_bytes,
+                    flows,
+                    unused,
+                    ranks,
+                    links,
+                    one,
+                    starts,
+                    beside,
+                    counts,
+                    new_ops,
+                    new_ranks,
+                    new_links,
                 )
             if not (starts and lasts):
                 end[op] = now
-                _release_followers(ops, after, heap, place, key, ready, cause, op, now)
+                for entry in range(after_start[op], after_start[op + 1]):  # who waits for nothing else is admitted
+                    follower = after[entry]
+                    pending[follower] -= 1
+                    if pending[follower] == 0:
+                        new = _admit(ops, unused, follower, duration[follower], pressure[follower])
+                        if release[follower] <= now:
+                            cause[follower] = op
+                            ready[0] += 1
+                            ready[ready[0]] = new
+                        else:
+                            set_key(heap, place, key, new, release[follower])
+                ops[one].place, unused[0] = unused[0], one
         _review_ranks(ops, ranks, shares, beside, limits, new_ops, new_ranks)
         _review_links(ops, flows, links, new_ops, new_links)
         for i in range(1, new_ops[0] + 1):
-            op = new_ops[i]
-            limit = 1.0
-            for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-                limit = min(limit, limits[lane_rank[entry], ops[op].pressure])
-            ops[op].limit = limit
+            one, limit = new_ops[i], 1.0
+            op = ops[one].op
+            for entry in range(lane_start[op], lane_start[op + 1]):
+                limit = min(limit, limits[lane_rank[entry], ops[one].pressure])
+            ops[one].limit = limit
         for i in range(1, new_ops[0] + 1):
-            op = new_ops[i]
-            if ops[op].running and ops[op].marked:
-                if not _is_alone(ops, flows, links, op):
-                    _set_speeds(
-                        ops,
-                        flows,
-                        links,
-                        duration,
-                        flow_bytes,
-                        widest,
-                        group_ops,
-                        group_links,
-                        heap,
-                        place,
-                        key,
-                        op,
-                        now,
-                    )
-                elif ops[op].speed != ops[op].limit or ops[op].place == 0:
-                    _settle(ops, op, now)
-                    ops[op].speed = ops[op].limit
-                    set_key(heap, place, key, op, now + max(ops[op].left, 0.0) / ops[op].speed)
-            ops[op].marked = 0
+            one = new_ops[i]
+            if ops[one].running and ops[one].marked:
+                if not _is_alone(ops, flows, links, one):
+                    _set_speeds(ops, flows, links, group_ops, group_links, heap, place, key, one, now)
+                elif ops[one].speed != ops[one].limit or ops[one].place == 0:
+                    _settle(ops, one, now)
+                    ops[one].speed = ops[one].limit
+                    set_key(heap, place, key, one, now + max(ops[one].left, 0.0) / ops[one].speed)
+            ops[one].marked = 0
         new_ops[0] = 0
 
 
@@ -342,45 +341,67 @@ def _take_out(members, member, count):  # type: ignore[no-untyped-def]
 
 @inlined()
 def _enter_or_leave(  # type: ignore[no-untyped-def]
-    ops, lane_rank, flows, ranks, links, op, starts, beside, counts, new_ops, new_ranks, new_links
+    ops,
+    lane_start,
+    lane_rank,
+    flow_start,
+    flow_link,
+    flow_bytes,
+    flows,
+    unused,
+    ranks,
+    links,
+    one,
+    starts,
+    beside,
+    counts,
+    new_ops,
+    new_ranks,
+    new_links,
 ):
     """Enter an op among those running on its ranks and links, or take it out; note what has to be reviewed."""
-    ops[op].running = starts
-    pressure, change = ops[op].pressure, 1 if starts else -1
+    ops[one].running = starts
+    op, pressure, change = ops[one].op, ops[one].pressure, 1 if starts else -1
     if starts:
-        _mark(ops, new_ops, op)
-    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
+        _mark(ops, new_ops, one)
+    for entry in range(lane_start[op], lane_start[op + 1]):
         rank = lane_rank[entry]
         counts[rank, pressure] += change
         ranks[rank].present &= ~(3 << 2 * pressure)
         ranks[rank].present |= min(counts[rank, pressure], 2) << 2 * pressure
         if starts:
-            beside[rank, ranks[rank].running] = op
+            beside[rank, ranks[rank].running] = one
         else:
-            _take_out(beside[rank], op, ranks[rank].running)
+            _take_out(beside[rank], one, ranks[rank].running)
         ranks[rank].running += change
         _mark(ranks, new_ranks, rank)
-    for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
-        link = flows[entry].link
-        if starts:
-            _enter(links, link, flows, entry)
-        else:
-            _leave(links, link, flows, entry)
-        _mark(links, new_links, link)
-
-
-@inlined()
-def _release_followers(ops, after, heap, place, key, ready, cause, op, now):  # type: ignore[no-untyped-def]
-    """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it."""
-    for entry in range(ops[op].first_after, ops[op + 1].first_after):
-        follower = after[entry]
-        ops[follower].pending -= 1
-        if ops[follower].pending == 0 and ops[follower].release <= now:
-            cause[follower] = op
-            ready[0] += 1
-            ready[ready[0]] = follower
-        elif ops[follower].pending == 0:
-            set_key(heap, place, key, follower, ops[follower].release)
+    if starts:
+        last = -1
+        for entry in range(flow_start[op], flow_start[op + 1]):
+            flow = unused[2]
+            if flow >= 0:
+                unused[2] = flows[flow].next
+            else:
+                flow = unused[3]
+                unused[3] += 1
+            link = flow_link[entry]
+            flows[flow].link, flows[flow].op, flows[flow].next = link, one, -1
+            flows[flow].nbytes, flows[flow].rate = flow_bytes[entry], flow_bytes[entry] / ops[one].duration
+            if last < 0:
+                ops[one].flow = flow
+            else:
+                flows[last].next = flow
+            last = flow
+            _enter(links, link, flows, flow)
+            _mark(links, new_links, link)
+    else:
+        flow = ops[one].flow
+        while flow >= 0:
+            link, following = flows[flow].link, flows[flow].next
+            _leave(links, link, flows, flow)
+            _mark(links, new_links, link)
+            flows[flow].next, unused[2] = unused[2], flow
+            flow = following
 
 
 @inlined()
@@ -436,21 +457,20 @@ def _settle(ops, op, now):  # type: ignore[no-untyped-def]
 @inlined()
 def _is_alone(ops, flows, links, op):  # type: ignore[no-untyped-def]
     """Whether none of an op's links could fill."""
-    alone = True
-    for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
-        alone = alone and not links[flows[entry].link].tight
+    alone, flow = True, ops[op].flow
+    while flow >= 0:
+        alone = alone and not links[flows[flow].link].tight
+        flow = flows[flow].next
     return alone
 
 
 @bare()
-def _set_speeds(  # type: ignore[no-untyped-def]
-    ops, flows, links, duration, flow_bytes, widest, group_ops, group_links, heap, place, key, op, now
-):
+def _set_speeds(ops, flows, links, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
     """New speeds and ends of an op and of all that share tight links with it."""
-    _collect_group(ops, flows, links, flow_bytes, widest, group_ops, group_links, op)
+    _collect_group(ops, flows, links, group_ops, group_links, op)
     for j in range(1, group_ops[0] + 1):
         _settle(ops, group_ops[j], now)
-    _fill(ops, flows, links, duration, flow_bytes, widest, group_ops, group_links)
+    _fill(ops, flows, links, group_ops, group_links)
     for j in range(1, group_ops[0] + 1):
         member = group_ops[j]
         ops[member].marked = ops[member].grouped = 0
@@ -460,7 +480,7 @@ def _set_speeds(  # type: ignore[no-untyped-def]
 
 
 @bare()
-def _collect_group(ops, flows, links, flow_bytes, widest, group_ops, group_links, op):  # type: ignore[no-untyped-def]
+def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: ignore[no-untyped-def]
     """The ops that share tight links with ``op``, directly or through others, the most bytes of each over one link, and
     those links."""
     group_ops[0] = group_links[0] = 0
@@ -469,8 +489,10 @@ def _collect_group(ops, flows, links, flow_bytes, widest, group_ops, group_links
     while at < group_ops[0]:
         at += 1
         member, most = group_ops[at], 0.0
-        for entry in range(ops[member].first_flow, ops[member + 1].first_flow):
-            link, most = flows[entry].link, max(most, flow_bytes[entry])
+        mine = ops[member].flow
+        while mine >= 0:
+            link, most = flows[mine].link, max(most, flows[mine].nbytes)
+            mine = flows[mine].next
             if not links[link].tight or links[link].grouped:
                 continue
             _group(links, group_links, link)
@@ -478,34 +500,35 @@ def _collect_group(ops, flows, links, flow_bytes, widest, group_ops, group_links
             while flow >= 0:
                 _group(ops, group_ops, flows[flow].op)
                 flow = flows[flow].following
-        widest[member] = most
+        ops[member].widest = most
 
 
 @bare()
-def _fill(ops, flows, links, duration, flow_bytes, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
+def _fill(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Progressive filling over the group's tight links; -1 marks speeds not yet found."""
     num_open = group_ops[0]
     for i in range(1, num_open + 1):
         ops[group_ops[i]].speed = -1.0
     while num_open > 0:
-        level = _next_level(ops, flows, links, duration, flow_bytes, widest, group_ops, group_links)
+        level = _next_level(ops, flows, links, group_ops, group_links)
         for i in range(1, group_ops[0] + 1):
             op = group_ops[i]
             if ops[op].speed >= 0:
                 continue
-            cap = ops[op].limit * widest[op] / duration[op]
-            closes = cap <= level
-            for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
-                link = flows[entry].link
+            cap = ops[op].limit * ops[op].widest / ops[op].duration
+            closes, flow = cap <= level, ops[op].flow
+            while flow >= 0:
+                link = flows[flow].link
                 if links[link].tight and links[link].left <= level * links[link].load * (1 + 1e-12):
                     closes = True
+                flow = flows[flow].next
             if closes:
-                ops[op].speed = min(level, cap) * duration[op] / widest[op]
+                ops[op].speed = min(level, cap) * ops[op].duration / ops[op].widest
                 num_open -= 1
 
 
 @bare()
-def _next_level(ops, flows, links, duration, flow_bytes, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
+def _next_level(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Byte rate at which the next link fills or the next op runs at its own limit.
 
     ``left`` becomes what ops with a known speed leave of a link, ``load`` the weight of the other ones.
@@ -517,13 +540,15 @@ def _next_level(ops, flows, links, duration, flow_bytes, widest, group_ops, grou
     for i in range(1, group_ops[0] + 1):
         op = group_ops[i]
         if ops[op].speed < 0:
-            level = min(level, ops[op].limit * widest[op] / duration[op])
-        for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
-            link = flows[entry].link
+            level = min(level, ops[op].limit * ops[op].widest / ops[op].duration)
+        flow = ops[op].flow
+        while flow >= 0:
+            link = flows[flow].link
             if ops[op].speed >= 0:
-                links[link].left -= ops[op].speed * flow_bytes[entry] / duration[op]
+                links[link].left -= ops[op].speed * flows[flow].nbytes / ops[op].duration
             else:
-                links[link].load += flow_bytes[entry] / widest[op]
+                links[link].load += flows[flow].nbytes / ops[op].widest
+            flow = flows[flow].next
     for i in range(1, group_links[0] + 1):
         link = group_links[i]
         if links[link].load > 0:

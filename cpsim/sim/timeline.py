@@ -31,7 +31,7 @@ class Timeline:
     def rank_end_s(self) -> Floats:
         """End of the last op of every rank, ``[num_ranks]``."""
         ends = np.zeros(self.schedule.num_ranks)
-        np.maximum.at(ends, self.schedule.lane_rank, self.end_s[self.schedule.op_of_lane()])
+        _last_ends(ends, self.schedule.lane_start, self.schedule.lane_rank, self.end_s)
         return ends
 
     def critical_path(self, last: int | None = None) -> Ints:
@@ -56,7 +56,7 @@ class Timeline:
 
     def exposed(self, rank: int) -> Floats:
         """When a rank communicates, or waits for data, and computes nothing: start and end, ``float64[K, 2]`` s."""
-        mine = np.unique(self.schedule.op_of_lane()[self.schedule.lane_rank == rank])
+        mine = np.unique(self.schedule.op_of_lane(np.flatnonzero(self.schedule.lane_rank == rank)))
         talks = is_one_of(self.schedule.kind[mine], COMMUNICATION_KINDS)
         host_bound = (self.cause[mine] == mine) & (self.start_s[mine] > 0)
         finish = float(self.end_s[mine].max(initial=0.0))
@@ -81,6 +81,13 @@ class Timeline:
             }
             for entry, i in zip(np.flatnonzero(wanted).tolist(), schedule.op_of_lane()[wanted].tolist(), strict=True)
         ]
+
+
+@compiled()
+def _last_ends(ends, lane_start, lane_rank, end):  # type: ignore[no-untyped-def]
+    for op in range(len(end)):
+        for lane in range(lane_start[op], lane_start[op + 1]):
+            ends[lane_rank[lane]] = max(ends[lane_rank[lane]], end[op])
 
 
 @compiled()

@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, overload
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.changes import TIMES, split_name, with_value
@@ -20,11 +18,9 @@ from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpus
 from cpsim.case.shorthand import filled, read_nics
 from cpsim.case.transports import Inside, TransportName
 from cpsim.errors import ScenarioError, nearest, shown
+from cpsim.masks.slices import Whole
 from cpsim.runtime.files import noted, while_unchanged
 from cpsim.units import Flag, Quantity, Rate, Seconds
-
-Whole = NDArray[np.signedinteger[Any]]
-"""Whole numbers, of 32 or 64 bits."""
 
 ACHIEVED: Final = 0.9
 """Of a network card's line rate where that alone is said: 45 of 50 GB/s, dgx-h100 (its ``source`` says where from)."""

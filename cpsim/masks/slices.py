@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from cpsim.runtime.compiled import bare, compiled
 
 Ints = NDArray[np.int64]
+Whole = NDArray[np.signedinteger[Any]]
+"""Whole numbers, of 32 or 64 bits."""
 
 UNBOUNDED: Final = 1 << 60
 UNCUT: Final = -1

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.masks.slices import UNCUT, Ints, RangeSets, Slices, restrict, slice_area, slices_of_product
+from cpsim.masks.slices import UNCUT, Ints, RangeSets, Slices, Whole, restrict, slice_area, slices_of_product
 from cpsim.masks.stripes import MANY, slices_of_stripes, stripe_table, striped
 from cpsim.runtime.compiled import bare, compiled
 
@@ -130,7 +130,7 @@ class Sequences:
         return _one_window(self)[0]  # type: ignore[no-any-return]
 
     @cached_property
-    def windows(self) -> Ints:
+    def windows(self) -> NDArray[np.int32]:
         """Of tiles that are ``one_window``, keys before and after a query's own that the call's window leaves, UNCUT
         where all, ``[T, 2]``."""
         return _one_window(self)[1]  # type: ignore[no-any-return]
@@ -169,7 +169,7 @@ def _windows_of_tiles(start, q_len, k_len, left, right, unseen, flags):  # type:
     """Whether one window runs each tile, and which, [T, 2]: the narrowest bounds of its sequences, if they leave of all
     others what theirs do."""
     num = len(start) - 1
-    fits, window = np.zeros(num, np.bool_), np.full((num, 2), UNCUT, np.int64)
+    fits, window = np.zeros(num, np.bool_), np.full((num, 2), UNCUT, np.int32)
     for tile in range(num):
         bounds, needed, possible = window[tile], False, True
         for i in range(start[tile], start[tile + 1]):
@@ -242,8 +242,8 @@ class Products:
     """In tokens."""
     sets: RangeSets
     """In tokens, or in positions of stripes."""
-    query: Ints
-    key: Ints
+    query: Whole
+    key: Whole
     stripes: Ints | None
     """First position of every stripe and the end of the last one; None: sets are in tokens. A set of positions has one
     range, inside of a stripe."""
@@ -251,7 +251,8 @@ class Products:
     def listed(self) -> Tiles:
         """The tiles with all their slices."""
         mask = self.mask if self.stripes is None else striped(self.mask, int(self.stripes[-1]), len(self.stripes) - 1)
-        start, rows, areas = restrict(mask, self.sets, self.sets, self.query, self.key)
+        query, key = self.query.astype(np.int64, copy=False), self.key.astype(np.int64, copy=False)
+        start, rows, areas = restrict(mask, self.sets, self.sets, query, key)
         return _listed(np.concatenate(([0], start)), rows, areas, mask)
 
 
@@ -293,7 +294,8 @@ def make_tiles(
         room, most = max(room, longest), max(most, count)
     calls = _made(made, out, count)
     if wraps or stripes is not None:
-        return UnlistedTiles((Products(mask, sets, query, key, stripes),), area, calls)
+        products = Products(mask, sets, np.asarray(query_set).ravel(), np.asarray(key_set).ravel(), stripes)
+        return UnlistedTiles((products,), area, calls)
     return ListedTiles(start, rows[:used], areas[:used], area, mask, calls)
 
 

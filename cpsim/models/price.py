@@ -79,7 +79,9 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
     pressure, names = pressures(schedule, base.messages, base.paced)
     slowdown = given.profile.interference.slowdown(given.kernel, names)
     held, longer = _held(schedule, pass_, base, settled, pressure, slowdown, given)
-    duration = with_faults(schedule, slowest_of_many(schedule, pass_, settled.duration_s, given), given)
+    duration = settled.duration_s
+    del settled
+    duration = with_faults(schedule, slowest_of_many(schedule, pass_, duration, given), given)
     duration[held] += longer
     flow_start, flow_link, flow_bytes = base.flows
     _at_least_links(duration, flow_start, flow_link, flow_bytes, base.link_bytes_per_s)

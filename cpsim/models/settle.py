@@ -69,7 +69,7 @@ def settle(
     Args:
         schedule: N ops of one pass.
         pass_: forward or backward.
-        endless_s: seconds of every op; of attention those of an endless run, ``[N]``.
+        endless_s: seconds of every op; of attention those of an endless run, ``[N]``. They become those at the clock.
         full_clock_s: seconds of attention ops at the full clock, ``[A]``.
         release_s: when hosts have launched every op, ``[N]``.
         eager: transfers that leave before their receiver is there, ``[N]``.
@@ -78,15 +78,14 @@ def settle(
     """
     attends = attention_ops(schedule)
     before = waits(schedule, eager)
-    duration, full = endless_s.copy(), full_clock_s
+    if not len(attends):
+        return Settled(endless_s, *earliest(*before, endless_s, release_s)[:2])
+    drawn, endless = _drawn(schedule, endless_s, paced, given), endless_s[attends]
+    duration, full = endless_s, full_clock_s
     duration[attends] = full
     start, end = earliest(*before, duration, release_s)[:2]
-    if not len(attends):
-        return Settled(duration, start, end)
-    drawn = _drawn(schedule, endless_s, paced, given)
     ranks = ranks_of(schedule, attends)
     power = given.profile.attention_params(given.kernel, pass_).busy_power
-    endless = endless_s[attends]
     period = np.full(schedule.num_ranks, end.max())
     for _ in range(SETTLED_AFTER):
         duration[attends] = settled_seconds(full, endless, ranks, drawn, period + given.pause_s, power)

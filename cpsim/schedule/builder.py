@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from cpsim.masks.slices import Ints, RangeSets
+from cpsim.masks.slices import Ints, RangeSets, Whole
 from cpsim.masks.tiles import Tiles
 from cpsim.runtime.compiled import compiled, unsigned
 from cpsim.schedule.schedule import READ, STREAMS, UPDATE, WRITE, Int32, Kind, Schedule
@@ -29,11 +29,11 @@ class _Entries:
     chunks: list[tuple[NDArray[Any], list[Int32]]] = field(default_factory=list)
     """Ops ``[n]`` and columns of entries, ``[n, g]`` each."""
 
-    def extend(self, ops: Ints, *columns: Ints | Int32) -> None:
+    def extend(self, ops: Whole, *columns: Whole) -> None:
         """Entries of ops ``[n]``; every column ``[n]`` or ``[n, g]``."""
         if len(ops):
             tables = [np.ascontiguousarray(column, np.int32).reshape(len(ops), -1) for column in columns]
-            self.chunks.append((unsigned(np.ascontiguousarray(ops))[0], tables))
+            self.chunks.append((unsigned(np.ascontiguousarray(ops, np.int32))[0], tables))
 
     def close(self, num_ops: int, num_columns: int) -> tuple[Int32, Int32]:
         """CSR start ``[num_ops + 1]`` and the columns ``[num_columns, X]``, ordered by op; the chunks are gone.
@@ -98,7 +98,7 @@ class Builder:
         self.num_ranks, self.head_groups, self.copies = num_ranks, head_groups, copies
         self.sets, self.tiles, self.stride, self.narrow_sums = sets, tiles, stride, narrow_sums
         self._num_ops = 0
-        self._columns: list[tuple[Ints, ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
+        self._columns: list[tuple[Whole, ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
         self._lanes, self._deps, self._accesses = _Entries(), _Entries(), _Entries()
         self._buffers: list[tuple[str, Ints, Ints]] = []
         self._blocks: list[tuple[str, Ints, tuple[int, int]]] = []
@@ -130,7 +130,7 @@ class Builder:
         """The buffers must hold these blocks, complete, after the last op."""
         self._outputs.append((buffers, blocks))
 
-    def interleave(self, *wanted: NDArray[np.bool_]) -> list[Ints]:
+    def interleave(self, *wanted: NDArray[np.bool_]) -> list[Int32]:
         """Keep places for ops that are issued step by step, kind by kind within a step, rank by rank.
 
         Args:
@@ -140,7 +140,7 @@ class Builder:
             indices of the ops, one array ``[steps, ranks]`` per kind; NOTHING where there is none.
         """
         there = np.stack(wanted, axis=1)
-        kept, places = np.flatnonzero(there), np.full(there.shape, NOTHING)
+        kept, places = np.flatnonzero(there), np.full(there.shape, NOTHING, np.int32)
         places.reshape(-1)[kept] = np.arange(self._num_ops, self._num_ops + len(kept))
         self._num_ops += len(kept)
         return list(places.swapaxes(0, 1))
@@ -149,7 +149,7 @@ class Builder:
         self,
         kind: Kind,
         *lanes: tuple[ArrayLike, str],
-        at: Ints | None = None,
+        at: Whole | None = None,
         step: ArrayLike = 0,
         tile: ArrayLike = 0,
         heads: ArrayLike = (0, 0, 0, 0),
@@ -179,19 +179,21 @@ class Builder:
         if count == 0:
             return np.zeros(0, np.int64)
         ops = np.arange(self._num_ops, self._num_ops + count) if at is None else at
+        own = np.ascontiguousarray(ops, np.int32)
         self._num_ops += count if at is None else 0
         if product is not None:
             m, n, k = (np.broadcast_to(np.asarray(size, np.int64), count) for size in product)
             self._products.append(np.stack([ops, m, n, k], axis=1))
             nbytes = 2 * m * n * k
-        self._columns.append((ops, int(kind), step, tile, heads, nbytes))
+        step, tile = (np.asarray(column, np.int32) for column in (step, tile))
+        self._columns.append((own, int(kind), step, tile, heads, nbytes))
         for ranks, stream in lanes:
-            self._lanes.extend(ops, np.asarray(ranks) * len(STREAMS) + STREAMS.index(stream))
+            self._lanes.extend(own, np.asarray(ranks) * len(STREAMS) + STREAMS.index(stream))
         for wanted in deps:
-            self._deps.extend(ops, wanted)
+            self._deps.extend(own, wanted)
         for mode, accesses in ((READ, reads), (WRITE, writes), (UPDATE, updates)):
             for buffers, blocks in accesses:
-                self._accesses.extend(ops, buffers, blocks * 3 + mode)
+                self._accesses.extend(own, buffers, blocks * 3 + mode)
         return ops
 
     def also_reads(self, ops: Ints, access: Access) -> None:
@@ -243,9 +245,6 @@ class Builder:
     def build(self) -> Schedule:
         """The finished schedule; what it was collected from is gone."""
         ops = [c[0] for c in self._columns]
-        lane_start, (lanes,) = self._lanes.close(self._num_ops, 1)
-        dep_start, (deps,) = self._deps.close(self._num_ops, 1)
-        access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
         kind, step, tile, nbytes = (
             _spread([c[i] for c in self._columns], ops, dtype)
             for i, dtype in ((1, np.int8), (2, np.int32), (3, np.int32), (5, np.int64))
@@ -253,7 +252,13 @@ class Builder:
         heads = np.empty((self._num_ops, 4), np.int32)
         for where, *_, values, _ in self._columns:
             _set_rows(heads, where, np.asarray(values, np.int64).reshape(-1, 4))
-        lane_rank, block = lanes // len(STREAMS), access // 3
+        del ops
+        self._columns.clear()
+        access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
+        mode, block = (access % 3).astype(np.int8), np.floor_divide(access, 3, out=access)
+        dep_start, (deps,) = self._deps.close(self._num_ops, 1)
+        lane_start, (lanes,) = self._lanes.close(self._num_ops, 1)
+        stream, rank = (lanes % len(STREAMS)).astype(np.int8), np.floor_divide(lanes, len(STREAMS), out=lanes)
         names, name_index = _intern([b[0] for b in self._buffers], [len(b[1]) for b in self._buffers])
         tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
         head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
@@ -267,14 +272,14 @@ class Builder:
             heads=heads,
             nbytes=nbytes,
             lane_start=lane_start,
-            lane_rank=lane_rank,
-            lane_stream=(lanes - lane_rank * len(STREAMS)).astype(np.int8),
+            lane_rank=rank,
+            lane_stream=stream,
             dep_start=dep_start,
             dep=deps,
             access_start=access_start,
             access_buffer=access_buffer,
             access_block=block,
-            access_mode=(access - block * 3).astype(np.int8),
+            access_mode=mode,
             buffer_names=names,
             buffer_name=name_index,
             buffer_rank=_joined([b[1] for b in self._buffers]).astype(np.int32),

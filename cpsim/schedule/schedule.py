@@ -398,9 +398,8 @@ class Schedule:
         lanes = np.repeat(first - np.cumsum(num_lanes) + num_lanes, num_lanes) + np.arange(num_lanes.sum())
         weights = np.repeat(share * self.nbytes[ops], num_lanes)
         sent = np.bincount(self.lane_rank[lanes], weights=weights, minlength=self.num_ranks)
-        moves = np.flatnonzero(self.kind == Kind.TRANSFER)
-        source, target = (self.lane_rank[self.lane_start[moves] + end] for end in (0, 1))
-        moved = np.bincount(source, weights=self.nbytes[moves] * (source != target), minlength=self.num_ranks)
+        moved = np.zeros(self.num_ranks)
+        _add_moved(moved, self.kind == Kind.TRANSFER, self.nbytes, self.lane_start, self.lane_rank)
         leaving = self.route_nbytes * (self.routes[:, 1] != self.routes[:, 2])
         routed = np.bincount(self.routes[:, 1], weights=leaving, minlength=self.num_ranks)
         return np.asarray(sent + moved + routed, np.float64)
@@ -427,6 +426,14 @@ class Schedule:
             leaves = self.lane_stream[self.lane_start[owner]] == HOST_STREAMS[0]
             there[self.access_buffer[moves[owner] & (leaves == (self.access_mode != READ))]] = True
         return there
+
+
+@compiled()
+def _add_moved(moved, is_transfer, nbytes, lane_start, lane_rank):  # type: ignore[no-untyped-def]
+    """Add up what transfers take from their sources to other ranks."""
+    for op in range(len(nbytes)):
+        if is_transfer[op] and lane_rank[lane_start[op]] != lane_rank[lane_start[op] + 1]:
+            moved[lane_rank[lane_start[op]]] += nbytes[op]
 
 
 @compiled()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cpsim.case.workload import mean_head_bytes
 from cpsim.masks.blocks import Visits
-from cpsim.masks.slices import UNCUT, Ints
+from cpsim.masks.slices import UNCUT, Ints, Whole
 from cpsim.masks.tiles import CAUSAL, Sequences, Tiles, sequences
 from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
 from cpsim.models.attention.params import AttentionParams, calls, clocked_seconds, listed_calls
@@ -57,16 +57,18 @@ def attention_op_seconds(
         made = gathered_sequences if params.anatomy.gathers_keys else dense_sequences
         own = made(schedule, ops, head_bytes)
     for i, shape in enumerate(shapes.tolist()):
+        mine = np.flatnonzero(shape_of == i)
+        which = schedule.tile[ops[mine]]
         if own is None:
-            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, value_dim, varlen)
+            kind, found = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, value_dim, varlen)
+            which = kind[which]
         else:
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
-            of_tile = clocked_seconds(
+            found = clocked_seconds(
                 params, *own, num_heads, num_kv_heads, head_dim, params.anatomy.takes_slices, window, value_dim
             )
-        mine = np.flatnonzero(shape_of == i)
         for clock in range(2):
-            seconds[clock, mine] = of_tile[clock][schedule.tile[ops[mine]]]
+            seconds[clock, mine] = found[clock][which]
     return seconds
 
 
@@ -109,7 +111,8 @@ def held_op_seconds(
     steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
     kind, tile_of_kind = _kinds(schedule.tiles)
     shapes, shape = head_shapes(schedule, ops)
-    columns, looks = (kind[schedule.tile[ops]], shape, held, steps), np.zeros(len(ops), np.int64)
+    columns: tuple[Whole, ...] = kind[schedule.tile[ops]], shape, held, steps
+    looks = np.zeros(len(ops), np.int64)
     for column in columns:  # one number for each look, which sorts faster than rows
         looks = looks * (column.max(initial=0) + 1) + column
     _, first, of_look = np.unique(looks, return_index=True, return_inverse=True)
@@ -131,20 +134,20 @@ def full_clock_op_seconds(
 
 
 @lru_cache(maxsize=4)
-def _kinds(tiles: Tiles) -> tuple[Ints, Ints]:
+def _kinds(tiles: Tiles) -> tuple[NDArray[np.int32], Ints]:
     """Tiles that look alike, as many do where documents are padded: the kind of each tile, and a tile of each kind."""
     found = sequences(tiles)
     kind, first = _alike(found.start, found.q_len, found.k_len, found.flags & CAUSAL, found.left, found.right)
-    return kind, first
+    return kind, first.copy()
 
 
 @compiled()
 def _alike(start, q_len, k_len, causal, left, right):  # type: ignore[no-untyped-def]
     """Tiles with the same sequences are of one kind, whose first one is remembered; by a hash table."""
     num = len(start) - 1
-    kind, first, count = np.empty(num, np.int64), np.empty(num, np.int64), 0
+    kind, first, count = np.empty(num, np.int32), np.empty(num, np.int64), 0
     room = 4 * num + 1
-    table = np.full(room, -1, np.int64)
+    table = np.full(room, -1, np.int32)
     for tile in range(num):
         code = np.uint64(14695981039346656037)
         for i in range(start[tile], start[tile + 1]):
@@ -212,8 +215,9 @@ def _seconds_of_tiles(
     head_dim: int,
     value_dim: int,
     varlen: bool,
-) -> tuple[Floats, Floats]:
-    """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
+) -> tuple[NDArray[np.int32], tuple[Floats, Floats]]:
+    """The kind of every tile, and `clocked_seconds` of the kinds; remembered, because different code runs the same
+    tiles."""
     (of_tile, tile_of_kind), found = _kinds(tiles), sequences(tiles)
     before = np.cumsum(np.diff(found.start)[tile_of_kind])
     edges = np.flatnonzero(np.diff(before // AT_ONCE)) + 1  # so many that they need little memory
@@ -223,7 +227,7 @@ def _seconds_of_tiles(
         found_here, window = _sequences_of(found, some)
         seconds.append(clocked_seconds(params, *found_here, heads, kv_heads, head_dim, varlen, window, value_dim))
     slow, fast = (np.concatenate(column) for column in zip(*seconds, strict=True))
-    return slow[of_tile], fast[of_tile]
+    return of_tile, (slow, fast)
 
 
 def _listed_seconds(

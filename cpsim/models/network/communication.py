@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.cluster import Cluster, Whole
-from cpsim.masks.slices import Ints
+from cpsim.case.cluster import Cluster
+from cpsim.masks.slices import Ints, Whole
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.network.collective import collective_seconds, transfer_seconds, wire_bytes
 from cpsim.models.network.links import Flows, Links

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.cluster import Cluster, Fault, Whole
+from cpsim.case.cluster import Cluster, Fault
+from cpsim.masks.slices import Whole
 from cpsim.runtime.compiled import compiled
 from cpsim.schedule.schedule import Int8, Int32
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cpsim.masks.slices import Ints
+from cpsim.masks.slices import Ints, Whole
 from cpsim.schedule.builder import NOTHING, Access, Builder
 from cpsim.schedule.schedule import Int8, Kind, Mask, Pass
 from cpsim.strategies import sharding
@@ -22,7 +22,7 @@ class Slot:
     where: Mask
     nbytes: Ints | int = 0
     kinds: Ints | Int8 | int = int(Kind.COPY)
-    at: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    at: Whole = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """Indices of the ops, once all slots of a schedule are in order; NOTHING where there is none."""
 
 
@@ -92,7 +92,7 @@ class Ours:
         moved = x.rows.traffic(x.q_bytes, x.sizes.accumulator(x.q_bytes), 0)
         return GradientSlots([], [Slot(x.sums, moved)], [Slot((x.active | x.unseen) & wire, dkv)], [])
 
-    def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot, to: Ints) -> list[Ints]:
+    def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot, to: Whole) -> list[Ints]:
         """What transfers to some ranks wait for beside data and buffers: the kernels launched before them."""
         del entered, kernels, transfers, to
         return []
@@ -205,7 +205,7 @@ class Theirs(Ours):
             self._slots((np.ones_like(x.active), facts.send_dkv, x.k_rows)),
         )
 
-    def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot, to: Ints) -> list[Ints]:
+    def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot, to: Whole) -> list[Ints]:
         """The last kernels that either rank of a transfer launched before it."""
         x = self.steps
         last = np.broadcast_to(entered, x.active.shape).copy()

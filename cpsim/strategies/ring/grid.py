@@ -14,7 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from cpsim.masks.slices import Ints
+from cpsim.masks.slices import Ints, Whole
+from cpsim.schedule.schedule import Int32
 
 PLACEMENTS: Final = ("head_first", "context_first")
 
@@ -78,24 +79,24 @@ class RingGrid:
         """Shard of every rank, ``[ranks]``."""
         return np.arange(self.ranks.size) if self.apart else self.place
 
-    def at(self, place: Ints) -> Ints:
+    def at(self, place: Whole) -> Ints:
         """The ranks at other places of every rank's own ring, in the shape of ``place`` (``[..., ranks]``)."""
         return self.ranks[place, self.ring]
 
     @cached_property
-    def source(self) -> Ints:
+    def source(self) -> Int32:
         """Shard whose keys every rank uses in each step, ``[steps, ranks]``."""
         place = np.ascontiguousarray(sources(self.num_places, self.inner, self.backwards)[:, self.place])
-        return self.at(place) if self.apart else place
+        return (self.at(place) if self.apart else place).astype(np.int32)
 
     @cached_property
-    def hops(self) -> tuple[Ints, Ints]:
+    def hops(self) -> tuple[Int32, Int32]:
         """Where gradients go after every step, and where those come from that arrive then, ``[steps, ranks]``.
 
         They follow the keys: to who uses these in the next step, and home from the last one.
         """
         ranks, owner = np.arange(self.ranks.size), self.source if self.apart else self.at(self.source)
-        user = np.empty((self.num_places + 1, len(ranks)), np.int64)
+        user = np.empty((self.num_places + 1, len(ranks)), np.int32)
         user[np.arange(self.num_places)[:, None], owner] = ranks
         user[-1] = ranks
         to = np.take_along_axis(user[1:], owner, axis=1)

@@ -349,7 +349,7 @@ class Ring(RingTensors):
         if self.code.gathers:
             return self.feed_gathered(kv, slots[0].at, launched[0])
         holder = np.broadcast_to(kv[0], x.active.shape).copy()
-        arrived, sent = np.full((2, *x.active.shape), NOTHING)
+        arrived, sent = np.full((2, *x.active.shape), NOTHING, np.int32)
         arrived[0] = self.keys_ready
         travels = []
         for track, slot in zip(x.tracks, slots, strict=True):
@@ -489,7 +489,7 @@ def joined(some: list[Slot], others: list[Slot]) -> list[Slot]:
 
 def delayed(ops: Ints) -> Ints:
     """The ops of the step before, ``[steps, ranks]``; NOTHING before the first."""
-    return np.concatenate([np.full((1, ops.shape[1]), NOTHING), ops[:-1]])
+    return np.concatenate([np.full((1, ops.shape[1]), NOTHING, ops.dtype), ops[:-1]])
 
 
 def _last(*slots: Slot) -> Ints:

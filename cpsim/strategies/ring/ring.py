@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.masks.slices import Ints, RangeSets, Slices
+from cpsim.masks.slices import RangeSets, Slices, Whole
 from cpsim.masks.stripes import stripe_bounds
 from cpsim.masks.tiles import make_tiles
 from cpsim.schedule.builder import Builder
@@ -92,7 +92,7 @@ def cut(
 def tiled(
     mask: Slices,
     sets: RangeSets,
-    source: Ints,
+    source: Whole,
     scattered: NDArray[np.bool_],
     tails: NDArray[np.bool_],
     key_heads: NDArray[np.bool_],
@@ -101,10 +101,11 @@ def tiled(
 ) -> Cut:
     """A cut from its sets, the shard whose keys every shard uses in each step, and where only parts of them count."""
     shards = np.arange(source.shape[1])
-    query_set = np.where(tails, len(sets) - len(shards) + shards, shards + queries)
-    key_set = np.where(key_heads, len(shards) + source, source)
+    query_set = np.where(tails, len(sets) - len(shards) + shards, shards + queries).astype(np.int32)
+    key_set = np.where(key_heads, len(shards) + source, source).astype(np.int32)
     stripes = stripe_bounds(int(sets.ranges.max(initial=0)), stride) if stride > 1 else None
-    tiles, tile = make_tiles(mask, sets, query_set, key_set, stripes), 1 + np.arange(source.size).reshape(source.shape)
+    tiles = make_tiles(mask, sets, query_set, key_set, stripes)
+    tile = np.arange(1, source.size + 1, dtype=np.int32).reshape(source.shape)
     return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride, queries=queries)
 
 
@@ -206,8 +207,7 @@ def plan_rings(workload: Workload, grid: RingGrid, pass_: Pass, chunks: str, cod
     if gathers:
         sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))
     b = Builder(grid.ranks.size, sets, shards.tiles, shards.stride, isinstance(code, HeldRingCode))
-    x = Steps(workload, shards, grid, gathers)
-    emit_rings(make_ring(b, x, code), pass_)
+    emit_rings(make_ring(b, Steps(workload, shards, grid, gathers), code), pass_)
     return b.build()
 
 

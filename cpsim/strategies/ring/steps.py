@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.workload import Workload
-from cpsim.masks.slices import Ints, RangeSets
+from cpsim.masks.slices import Ints, RangeSets, Whole
 from cpsim.masks.tiles import Tiles, sequences
 from cpsim.schedule.schedule import Mask
 from cpsim.strategies.ring.grid import RingGrid
@@ -28,10 +28,10 @@ class Cut:
     """Only tail queries compute: under a causal mask they alone see later ranks' keys."""
     key_heads: NDArray[np.bool_]
     """Only head keys are used: under a causal mask no others of earlier ranks are seen."""
-    query_set: Ints
-    key_set: Ints
+    query_set: Whole
+    key_set: Whole
     tiles: Tiles
-    tile: Ints
+    tile: Whole
     """Index of the tile that is computed."""
     stride: int = 1
     """Stride of the order in which sets and tiles count."""

@@ -276,7 +276,7 @@ class Interpreter:
         return results
 
     def heads(self, i, tensor, held):
-        first, count = self.s.heads[i, 2:] if tensor == "kv" else self.s.heads[i, :2]
+        first, count = self.s.heads_of(i)[2:] if tensor == "kv" else self.s.heads_of(i)[:2]
         return slice(first - held.start, first - held.start + count)
 
     def pieces(self, target, reads):

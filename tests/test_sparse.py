@@ -86,7 +86,7 @@ class Sparse(numeric.Interpreter):
     def attention(self, i, reads, targets):
         known = numeric.attend, numeric.attend_backward
         queries, keys = (np.unique(np.concatenate([t for n, t, *_ in reads if n == name])) for name in ("q", "kv"))
-        first, count = self.s.heads[i, :2]
+        first, count = self.s.heads_of(i)[:2]
         seen = self.chosen[first : first + count][:, queries][:, :, keys]
         whole = self.chosen[first : first + count][:, queries]
         assert seen.sum() == whole.sum()  # every chosen key is there

@@ -73,7 +73,7 @@ def with_ops(schedule, order):
         kind=schedule.kind[order],
         step=schedule.step[order],
         tile=schedule.tile[order],
-        heads=schedule.heads[order],
+        head_row=schedule.head_row[order],
         nbytes=schedule.nbytes[order],
         **start,
         lane_rank=schedule.lane_rank[flat["lane"]],
@@ -281,8 +281,10 @@ def test_wrong_areas_and_stray_slices_of_tiles_are_found():
 def test_heads_must_match():
     schedule = good("ulysses")
     op = ops_of(schedule, Kind.ATTENTION)[1]
-    refuse(replace(schedule, heads=changed(schedule.heads, (op, 2), 1)), "share a key-value head")
-    refuse(replace(schedule, heads=changed(schedule.heads, (op, 0), 0)), "heads|computed|read")
+    rows = np.arange(len(schedule), dtype=np.int32)
+    for column, value, why in ((2, 1, "share a key-value head"), (0, 0, "heads|computed|read")):
+        heads = changed(schedule.heads, (op, column), value)
+        refuse(replace(schedule, head_row=rows, head_rows=heads), why)
     refuse(schedule, "does not belong to pass bwd", "bwd")
 
 

@@ -136,7 +136,10 @@ def copied_heads(kernel: str, schedule: Schedule, ops: Ints) -> Ints:
         [3, A]: of rows that follow each other, of rows that lie apart, and how many kernels copy them.
     """
     tiles, tile = sequences(schedule.tiles), schedule.tile[ops]
-    queries, keys = tiles.queries()[tile] * schedule.heads[ops, 1], tiles.keys()[tile] * schedule.heads[ops, 3]
+    queries, keys = (
+        tiles.queries()[tile] * schedule.heads_of(ops)[:, 1],
+        tiles.keys()[tile] * schedule.heads_of(ops)[:, 3],
+    )
     if (schedule.kind[ops] == Kind.ATTENTION).all():
         apart = _beside_others(schedule, ops, "out")
         return np.stack([queries * ~apart, queries * apart, np.ones_like(queries)])
@@ -332,7 +335,7 @@ def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[
     in_place = found.in_place[tile]
     if in_place.all():
         return in_place
-    wanted = found.keys()[tile] * schedule.heads[ops, 3] * 2 * head_bytes
+    wanted = found.keys()[tile] * schedule.heads_of(ops)[:, 3] * 2 * head_bytes
     buffer, copied = _copied_keys(schedule, ops)
     return np.asarray(in_place | (buffer == wanted) | (copied == wanted))
 

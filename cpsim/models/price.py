@@ -25,7 +25,7 @@ from cpsim.models.network.pressure import Messages, pressures
 from cpsim.models.settle import Settled, attention_ops, settle, slowest_of_many, with_faults
 from cpsim.runtime.compiled import compiled
 from cpsim.schedule.schedule import Int8, Int32, Kind, Pass, Schedule
-from cpsim.schedule.work import Work
+from cpsim.schedule.work import Work, waits
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -75,7 +75,9 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
     if given.sparse is None:
         check_calls(given.kernel, given.dtype, given.head_dim, schedule, given.direct, given.value_dim)
     base = _base_costs(schedule, pass_, given)
-    settled = settle(schedule, pass_, base.endless_s, base.full_clock_s, base.release_s, base.eager, base.paced, given)
+    before = waits(schedule, base.eager)
+    release, host_s = release_times(schedule, kinds, pass_, given)
+    settled = settle(schedule, pass_, base.endless_s, base.full_clock_s, release, before, base.paced, given)
     pressure, names = pressures(schedule, base.messages, base.paced)
     slowdown = given.profile.interference.slowdown(given.kernel, names)
     held, longer = _held(schedule, pass_, base, settled, pressure, slowdown, given)
@@ -87,7 +89,7 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
     _at_least_links(duration, flow_start, flow_link, flow_bytes, base.link_bytes_per_s)
     work = Work(
         duration_s=duration,
-        release_s=base.release_s,
+        release_s=release,
         flow_start=flow_start,
         flow_link=flow_link,
         flow_bytes=flow_bytes,
@@ -96,7 +98,7 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
         slowdown=slowdown,
         eager=base.eager,
     )
-    return Priced(work, base.group, base.host_s, base.notes)
+    return Priced(work, base.group, host_s, base.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,6 @@ class _BaseCosts:
     full_clock_s: Floats
     """Seconds of attention ops at the full clock, ``[A]``."""
     group: Int8
-    release_s: Floats
-    host_s: float
     eager: Bools
     paced: Bools
     messages: Messages
@@ -135,7 +135,6 @@ def _base_costs(schedule: Schedule, pass_: Pass, given: Conditions) -> _BaseCost
         endless[cost.op], group[cost.op] = cost.seconds, cost.group
         flows.append(links.on_streams(cost.flows, stream))
         notes.update(dict.fromkeys(cost.notes))
-    release, host_s = release_times(schedule, kinds, pass_, given)
     as_launched(schedule, given, endless, full_clock)
     paced = _PACED[group]
     eager = np.zeros(len(schedule), np.bool_)
@@ -145,8 +144,6 @@ def _base_costs(schedule: Schedule, pass_: Pass, given: Conditions) -> _BaseCost
         endless_s=endless,
         full_clock_s=full_clock[attention_ops(schedule)],
         group=group,
-        release_s=release,
-        host_s=host_s,
         eager=eager,
         paced=paced,
         messages=messages,
@@ -174,7 +171,7 @@ def _held(
     if not (len(ops) and near.any()) or limits_of(given.kernel).any_mask or given.sparse is not None:
         return ops[:0], np.zeros(0)
     params = given.attention_params(pass_)
-    tiles, tile, heads = sequences(schedule.tiles), schedule.tile[ops], schedule.heads[ops, 1]
+    tiles, tile, heads = sequences(schedule.tiles), schedule.tile[ops], schedule.heads_of(ops)[:, 1]
     ops = ops[few_waves(params, tiles.queries()[tile], tiles.keys()[tile], heads)]
     held, hold_s, by = held_sms(schedule, base.messages, near, ops, settled.start_s, settled.end_s)
     beside = by >= 0

@@ -14,8 +14,17 @@ from cpsim.models.conditions import Conditions
 from cpsim.models.power import settled_seconds
 from cpsim.models.spread import expected_maximum
 from cpsim.runtime.compiled import compiled, unsigned
-from cpsim.schedule.schedule import COLLECTIVE_KINDS, COMMUNICATION_KINDS, STREAMS, Kind, Pass, Schedule, is_one_of
-from cpsim.schedule.work import earliest, last_end, waits
+from cpsim.schedule.schedule import (
+    COLLECTIVE_KINDS,
+    COMMUNICATION_KINDS,
+    STREAMS,
+    Int32,
+    Kind,
+    Pass,
+    Schedule,
+    is_one_of,
+)
+from cpsim.schedule.work import earliest, last_end
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -55,7 +64,7 @@ def settle(
     endless_s: Floats,
     full_clock_s: Floats,
     release_s: Floats,
-    eager: Bools,
+    before: tuple[Int32, Int32],
     paced: Bools,
     given: Conditions,
 ) -> Settled:
@@ -72,12 +81,11 @@ def settle(
         endless_s: seconds of every op; of attention those of an endless run, ``[N]``. They become those at the clock.
         full_clock_s: seconds of attention ops at the full clock, ``[A]``.
         release_s: when hosts have launched every op, ``[N]``.
-        eager: transfers that leave before their receiver is there, ``[N]``.
+        before: what every op waits for, see ``waits``.
         paced: ops that the network between nodes paces, ``[N]``.
         given: machine, kernel and code.
     """
     attends = attention_ops(schedule)
-    before = waits(schedule, eager)
     if not len(attends):
         return Settled(endless_s, *earliest(*before, endless_s, release_s)[:2])
     drawn, endless = _drawn(schedule, endless_s, paced, given), endless_s[attends]

@@ -140,7 +140,7 @@ def op_seconds(schedule: Schedule, ops: Ints, given: Conditions) -> Floats:
     of = rates_of(given.profile, given.cluster.gpu)
     for i, op in enumerate(ops.tolist()):
         tile, kind = int(schedule.tile[op]), int(schedule.kind[op])
-        heads, kv_heads = int(schedule.heads[op, 1]), int(schedule.heads[op, 3])
+        heads, kv_heads = schedule.heads_of(op)[1::2].tolist()
         key = tile, kind, heads, kv_heads
         if key not in known:
             counts = counted.get(tile) or counted.setdefault(tile, _counts(workload, schedule.tiles, tile))

@@ -8,10 +8,10 @@ pace of its hosts, the heat of its GPUs, and its network between nodes. Threads 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 from zlib import crc32
 
 import numpy as np
@@ -149,24 +149,24 @@ def seed_of(words: str, *contents: int) -> tuple[int, ...]:
 
 def content(schedule: Schedule) -> int:
     """Checksum of what a schedule's costs follow from: its ops, lanes, dependencies and the shapes of its calls."""
-    shapes, found = sequences(schedule.tiles), 0
-    starts = schedule.lane_start, schedule.dep_start
-    for column in (
-        schedule.kind,
-        schedule.nbytes,
-        schedule.lane_start,
-        schedule.lane_rank,
-        schedule.lane_stream,
-        schedule.dep_start,
-        schedule.dep,
-        schedule.heads,
-        schedule.tile,
-        shapes.start,
-        shapes.q_len,
-        shapes.k_len,
-        shapes.causal,
-    ):
+    s, shapes, found = schedule, sequences(schedule.tiles), 0
+    columns: tuple[tuple[Any, Callable[[Any], Any] | None], ...] = (
+        (s.kind, None),
+        (s.nbytes, None),
+        (s.lane_start, np.int64),
+        (s.lane_rank, None),
+        (s.lane_stream, None),
+        (s.dep_start, np.int64),
+        (s.dep, None),
+        (s.head_row, lambda rows: s.head_rows[rows]),
+        (s.tile, None),
+        (shapes.start, None),
+        (shapes.q_len, None),
+        (shapes.k_len, None),
+        (shapes.causal, None),
+    )
+    for column, meant in columns:
         for first in range(0, len(column), AT_ONCE):
-            is_start, some = any(column is start for start in starts), column[first : first + AT_ONCE]
-            found = crc32((some.astype(np.int64) if is_start else np.ascontiguousarray(some)).data, found)
+            some = column[first : first + AT_ONCE]
+            found = crc32(np.ascontiguousarray(meant(some) if meant else some).data, found)
     return found

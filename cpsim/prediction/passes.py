@@ -185,7 +185,7 @@ def _surely_s(case: Case, schedule: Schedule, pass_: Pass) -> float:
     if case.code is not CPSIM or given.sparse is not None or limits_of(given.kernel).any_mask:
         return 0.0
     ops = settle.attention_ops(schedule)
-    rank, pairs = settle.ranks_of(schedule, ops), schedule.tiles.area[schedule.tile[ops]] * schedule.heads[ops, 1]
+    rank, pairs = settle.ranks_of(schedule, ops), schedule.tiles.area[schedule.tile[ops]] * schedule.heads_of(ops)[:, 1]
     ops = ops[rank == np.bincount(rank, pairs, schedule.num_ranks).argmax()]
     try:
         params = given.attention_params(pass_)

@@ -56,7 +56,7 @@ def computed(schedule: Schedule, workload: Workload, scale: int) -> Map:
     place = np.empty(tokens, np.int64)
     place[s.tokens(np.arange(tokens)) % tokens] = np.arange(tokens)
     for op in np.flatnonzero(is_one_of(s.kind, ATTENTION_KINDS)).tolist():
-        tile, (first, count) = int(s.tile[op]), s.heads[op, :2].tolist()
+        tile, (first, count) = int(s.tile[op]), s.heads_of(op)[:2].tolist()
         for row, q0, q1, k0, k1 in s.tiles.rows[s.tiles.start[tile] : s.tiles.start[tile + 1]].tolist():
             group, start = q0 // tokens, q0 // tokens * tokens
             queries, keys = place[q] + start, place[k] + start

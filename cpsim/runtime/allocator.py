@@ -9,7 +9,7 @@ from typing import Final
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES: Final = 1 << 24
 """Free memory at the end of the heap beyond which it is given back."""
-ARRAY_BYTES: Final = 1 << 22
+ARRAY_BYTES: Final = 1 << 20
 """Size of arrays that are always given back: those of a schedule of half a million ops, which would leave holes in the
 heap that nothing else fits into, a sixth of the memory that such a prediction needs."""
 

@@ -72,11 +72,18 @@ def _group(filled, grouped, ops, first, column):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _set_rows(rows, where, values):  # type: ignore[no-untyped-def]
-    """Rows from as many others, or all from one."""
-    for i in range(len(where)):
-        for column in range(rows.shape[1]):
-            rows[where[i], column] = values[i if len(values) > 1 else 0, column]
+def _distinct(rows):  # type: ignore[no-untyped-def]
+    """Where rows occur first that differ, and which of these each is; mostly it is the one after the last one's."""
+    first, which, count, at = np.empty(len(rows), np.int64), np.empty(len(rows), np.int32), 0, 0
+    for i in range(len(rows)):
+        tried = 0
+        while tried < count and not (rows[first[at]] == rows[i]).all():
+            at, tried = (at + 1) % count, tried + 1
+        if tried == count:
+            at, count = count, count + 1
+            first[at] = i
+        which[i] = at
+    return first[:count], which
 
 
 class Builder:
@@ -223,9 +230,8 @@ class Builder:
         """
         ops = np.arange(self._num_ops, self._num_ops + end - first)
         moved[first:end], self._num_ops = ops, self._num_ops + end - first
-        self._columns.append(
-            (ops, s.kind[first:end], s.step[first:end], s.tile[first:end], s.heads[first:end], s.nbytes[first:end])
-        )
+        heads = s.heads_of(np.arange(first, end))
+        self._columns.append((ops, s.kind[first:end], s.step[first:end], s.tile[first:end], heads, s.nbytes[first:end]))
         for name, entries in (("lane", self._lanes), ("dep", self._deps), ("access", self._accesses)):
             start = getattr(s, f"{name}_start")
             mine, of_op = slice(start[first], start[end]), ops.repeat(np.diff(start[first : end + 1]))
@@ -249,9 +255,12 @@ class Builder:
             _spread([c[i] for c in self._columns], ops, dtype)
             for i, dtype in ((1, np.int8), (2, np.int32), (3, np.int32), (5, np.int64))
         )
-        heads = np.empty((self._num_ops, 4), np.int32)
+        head_row, head_rows = np.empty(self._num_ops, np.int32), dict[tuple[int, ...], int]()
         for where, *_, values, _ in self._columns:
-            _set_rows(heads, where, np.asarray(values, np.int64).reshape(-1, 4))
+            rows = np.asarray(values, np.int64).reshape(-1, 4)
+            first, which = _distinct(rows)
+            numbers = [head_rows.setdefault(tuple(row), len(head_rows)) for row in rows[first].tolist()]
+            head_row[where] = np.array(numbers, np.int32)[which]
         del ops
         self._columns.clear()
         access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
@@ -261,7 +270,7 @@ class Builder:
         stream, rank = (lanes % len(STREAMS)).astype(np.int8), np.floor_divide(lanes, len(STREAMS), out=lanes)
         names, name_index = _intern([b[0] for b in self._buffers], [len(b[1]) for b in self._buffers])
         tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
-        head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
+        block_heads = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
         routes = np.concatenate([np.zeros((4, 0), np.int64), *self._routes], axis=1)
         products = np.concatenate([np.zeros((0, 4), np.int64), *self._products])
         return Schedule(
@@ -269,7 +278,8 @@ class Builder:
             kind=kind,
             step=step,
             tile=tile,
-            heads=heads,
+            head_row=head_row,
+            head_rows=np.array(list(head_rows), np.int32).reshape(-1, 4),
             nbytes=nbytes,
             lane_start=lane_start,
             lane_rank=rank,
@@ -287,7 +297,7 @@ class Builder:
             block_tensors=tensors,
             block_tensor=tensor_index,
             block_set=_joined([b[1] for b in self._blocks]).astype(np.int32),
-            block_heads=np.repeat(head_rows, [len(b[1]) for b in self._blocks], axis=0),
+            block_heads=np.repeat(block_heads, [len(b[1]) for b in self._blocks], axis=0),
             inputs=_pairs(self._inputs),
             outputs=_pairs(self._outputs),
             sets=self.sets,
@@ -325,7 +335,8 @@ def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int | tuple[int, i
         kind=np.concatenate([s.kind, kinds.astype(np.int8)]),
         step=np.concatenate([s.step, none[:, 0]]),
         tile=np.concatenate([s.tile, none[:, 0]]),
-        heads=np.concatenate([s.heads, none]),
+        head_row=np.concatenate([s.head_row, np.full(len(more), len(s.head_rows), np.int32)]),
+        head_rows=np.concatenate([s.head_rows, np.zeros((1, 4), np.int32)]),
         nbytes=np.concatenate([s.nbytes, nbytes]),
         lane_start=np.concatenate([s.lane_start, s.lane_start[-1] + more]),
         lane_rank=np.concatenate([s.lane_rank, np.tile(ranks, count)]),

@@ -20,7 +20,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.masks.slices import Ints, RangeSets
+from cpsim.masks.slices import Ints, RangeSets, Whole
 from cpsim.masks.stripes import striped_tokens
 from cpsim.masks.tiles import Tiles
 from cpsim.runtime.compiled import compiled
@@ -171,8 +171,11 @@ class Schedule:
     """Step of the strategy's main loop that the op belongs to."""
     tile: Int32
     """Attention: index into ``tiles``; 0 elsewhere."""
-    heads: Int32
-    """``[N, 4]``: first query head, query heads, first key-value head, key-value heads."""
+    head_row: Int32
+    """Row of ``head_rows`` of every op, ``[N]``."""
+    head_rows: Int32
+    """Which heads ops compute, few sets of which differ, ``[H, 4]``: first query head, query heads, first key-value
+    head, key-value heads."""
     nbytes: Ints
     lane_start: Int32
     lane_rank: Int32
@@ -231,6 +234,15 @@ class Schedule:
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    @property
+    def heads(self) -> Int32:
+        """The row of ``head_rows`` of every op, ``[N, 4]``."""
+        return self.head_rows[self.head_row]
+
+    def heads_of(self, ops: Whole | int) -> Int32:
+        """The row of ``head_rows`` of one op, ``[4]``, or of some, ``[len(ops), 4]``."""
+        return self.head_rows[self.head_row[ops]]
 
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of its ops, in order."""
@@ -294,8 +306,8 @@ class Schedule:
                 for a in accesses
             ),
             nbytes=int(self.nbytes[index]),
-            num_heads=int(self.heads[index, 1]),
-            num_kv_heads=int(self.heads[index, 3]),
+            num_heads=int(self.heads_of(index)[1]),
+            num_kv_heads=int(self.heads_of(index)[3]),
             area=int(self.tiles.area[self.tile[index]]),
         )
 
@@ -342,7 +354,7 @@ class Schedule:
             kind=self.kind[kept],
             step=self.step[kept],
             tile=self.tile[kept],
-            heads=self.heads[kept],
+            head_row=self.head_row[kept],
             nbytes=self.nbytes[kept],
             lane_start=lanes[0],
             lane_rank=self.lane_rank[lanes[1]],
@@ -382,7 +394,7 @@ class Schedule:
         and 4 are of values' dimensions."""
         values = value_dim or head_dim
         of_pass = 2 * (head_dim + values), 6 * head_dim + 4 * values
-        pairs = self.tiles.area[self.tile] * self.heads[:, 1] * is_one_of(self.kind, ATTENTION_KINDS)
+        pairs = self.tiles.area[self.tile] * self.head_rows[self.head_row, 1] * is_one_of(self.kind, ATTENTION_KINDS)
         both = (int(pairs[(self.kind == Kind.ATTENTION) == forward].sum()) for forward in (True, False))
         return float(sum(each * number for each, number in zip(of_pass, both, strict=True)) * self.copies)
 

@@ -74,7 +74,7 @@ def attention_op_seconds(
 
 def head_shapes(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
     """Query and key-value heads that some ops have, ``[shapes, 2]`` in ascending order, and which of these each has."""
-    both = schedule.heads[ops, 1].astype(np.int64) << 32 | schedule.heads[ops, 3]
+    both = schedule.heads_of(ops)[:, 1].astype(np.int64) << 32 | schedule.heads_of(ops)[:, 3]
     if len(both) and (both == both[0]).all():
         return np.array([[both[0] >> 32, both[0] & 0xFFFFFFFF]]), np.zeros(len(ops), np.int64)
     shapes, of_op = np.unique(both, return_inverse=True)
@@ -129,7 +129,7 @@ def full_clock_op_seconds(
 ) -> Floats:
     """The second row of `attention_op_seconds` for a few ops [A] of a kernel that takes a tile as sequences."""
     given, window = _sequences_of(sequences(schedule.tiles), schedule.tile[ops].astype(np.int64))
-    heads = schedule.heads[ops, 1].astype(np.int64), schedule.heads[ops, 3].astype(np.int64)
+    heads = schedule.heads_of(ops)[:, 1].astype(np.int64), schedule.heads_of(ops)[:, 3].astype(np.int64)
     return clocked_seconds(params, *given, *heads, head_dim, varlen, window, value_dim)[1]
 
 
@@ -234,7 +234,7 @@ def _listed_seconds(
     params: AttentionParams, schedule: Schedule, ops: Ints, masks: Mapping[int, Visits], head_dim: int
 ) -> Floats:
     """Seconds of a kernel that lists blocks; calls that are alike are priced once."""
-    which = np.column_stack([schedule.tile[ops], schedule.heads[ops][:, [1, 3]]]).astype(np.int64)
+    which = np.column_stack([schedule.tile[ops], schedule.heads_of(ops)[:, [1, 3]]]).astype(np.int64)
     alike, of_op = np.unique(which, axis=0, return_inverse=True)
     visited = [masks[tile] for tile in alike[:, 0].tolist()]
     seconds, _, slower = listed_calls(params, visited, alike[:, 1], alike[:, 2], head_dim)
@@ -250,7 +250,7 @@ def working_memory(schedule: Schedule, kernel: str, head_dim: int) -> Ints:
         if (kernel, pass_) not in KERNELS or kernel in NAIVE or not len(ops):
             continue
         found, tile = sequences(schedule.tiles), schedule.tile[ops]
-        heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
+        heads, kv_heads = schedule.heads_of(ops)[:, 1], schedule.heads_of(ops)[:, 3]
         nbytes = working_bytes(kernel, pass_, found.queries()[tile], found.keys()[tile], heads, kv_heads, head_dim)
         np.maximum.at(most, schedule.lane_rank[schedule.lane_start[ops]], nbytes)
     return most

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.masks.slices import Ints
+from cpsim.masks.slices import Ints, Whole
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.network.pressure import Messages
 from cpsim.runtime.compiled import compiled
@@ -23,7 +23,7 @@ FEW_WAVES: Final = 8
 """Waves of blocks up to which whole blocks matter: one more is a ninth of the time."""
 
 
-def few_waves(params: AttentionParams, queries: Ints, keys: Ints, heads: Ints) -> NDArray[np.bool_]:
+def few_waves(params: AttentionParams, queries: Ints, keys: Ints, heads: Whole) -> NDArray[np.bool_]:
     """Which calls of a kernel and pass have few waves of blocks, by their tokens and query heads."""
     anatomy = params.anatomy
     rows = keys / anatomy.tile_k if anatomy.backward else queries / max(anatomy.tile_q_full, 1)
@@ -45,13 +45,14 @@ def held_sms(
     Returns:
         SMs held at each kernel's start, ``[A]``; for how long from then on; and one of the transfers, or -1.
     """
-    op, number = messages.op[near], messages.channels_of_kind[messages.alike[near]]
+    op, alike = messages.op[near], messages.alike[near]
     begin, which = _by_lane(
         op, schedule.lane_start, schedule.lane_rank, schedule.lane_stream, start_s, schedule.num_ranks * len(STREAMS)
     )
     rank = schedule.lane_rank[schedule.lane_start[ops]]
-    held, until, by = _held(begin, which, start_s[op], end_s[op], number, rank, start_s[ops])
-    return held, until - start_s[ops], np.append(op, -1)[by]
+    kernels = rank, start_s[ops]
+    held, until, by = _held(begin, which, op, start_s, end_s, alike, messages.channels_of_kind, *kernels)
+    return held, until - start_s[ops], by
 
 
 @compiled()
@@ -60,20 +61,21 @@ def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # typ
 
     What a rank sends on a lane starts in the order of the list, as what it receives does, so that these are merged.
     """
-    lanes, begin = np.empty((2, len(op)), np.int32), np.zeros((2, num_lanes + 1), np.int64)
+    begin = np.zeros((2, num_lanes + 1), np.int64)
     for i in range(len(op)):
         first = lane_start[op[i]]
         for end in range(2):
-            lanes[end, i] = lane_rank[first + end] * len(STREAMS) + lane_stream[first]
-            begin[end, lanes[end, i] + 1] += 1
+            begin[end, lane_rank[first + end] * len(STREAMS) + lane_stream[first] + 1] += 1
     for lane in range(num_lanes):
         for end in range(2):
             begin[end, lane + 1] += begin[end, lane]
     filled, found = begin.copy(), np.empty((2, len(op)), np.int32)
     for end in range(2):
         for i in range(len(op)):
-            found[end, filled[end, lanes[end, i]]] = i
-            filled[end, lanes[end, i]] += 1
+            first = lane_start[op[i]]
+            lane = lane_rank[first + end] * len(STREAMS) + lane_stream[first]
+            found[end, filled[end, lane]] = i
+            filled[end, lane] += 1
     which, at = np.empty(2 * len(op), np.int32), 0
     for lane in range(num_lanes):
         (sent, received), (last_sent, last_received) = begin[:, lane], begin[:, lane + 1]
@@ -87,7 +89,7 @@ def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # typ
 
 
 @compiled()
-def _held(begin, which, start, end, number, kernel_rank, kernel_start):  # type: ignore[no-untyped-def]
+def _held(begin, which, op, start, end, alike, channels, kernel_rank, kernel_start):  # type: ignore[no-untyped-def]
     """Messages and their lanes are those of `_by_lane`.
 
     A send and a receive are halves of one launch, which holds the same SMs; launches on other streams hold others.
@@ -99,16 +101,16 @@ def _held(begin, which, start, end, number, kernel_rank, kernel_start):  # type:
             first, last = begin[lane], begin[lane + 1]
             while first < last:  # the messages that started, of which the last two can be under way
                 middle = (first + last) // 2
-                if start[which[middle]] <= kernel_start[i]:
+                if start[op[which[middle]]] <= kernel_start[i]:
                     first = middle + 1
                 else:
                     last = middle
             most = 0
             for at in range(max(begin[lane], last - 2), last):
                 message = which[at]
-                if end[message] > kernel_start[i]:
-                    most = max(most, number[message])
-                    if end[message] > until[i]:
-                        until[i], by[i] = end[message], message
+                if end[op[message]] > kernel_start[i]:
+                    most = max(most, channels[alike[message]])
+                    if end[op[message]] > until[i]:
+                        until[i], by[i] = end[op[message]], op[message]
             held[i] += most
     return held, until, by

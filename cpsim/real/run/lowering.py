@@ -292,7 +292,7 @@ class Lowering:
         return part
 
     def _kv(self, op: Op, keys: Access, rows: slice, planes: tuple[str, str]) -> list[Tensor]:
-        heads = tuple(self.s.heads[op.index, 2:].tolist())
+        heads = tuple(self.s.heads_of(op.index)[2:].tolist())
         parts = [keys.layout.parts(plane) for plane in planes]
         return [self.x.view(part, rows, heads) for (part,) in parts]
 
@@ -384,7 +384,7 @@ class Lowering:
 
     def _planes(self, op: Op, access: Access) -> list[Tensor]:
         """All rows of an access's planes, with the op's heads."""
-        heads = tuple(self.s.heads[op.index, 2:].tolist()) if access.tensor.endswith("kv") else op_heads(self.s, op)
+        heads = tuple(self.s.heads_of(op.index)[2:].tolist()) if access.tensor.endswith("kv") else op_heads(self.s, op)
         parts = [access.layout.parts(plane) for plane in PLANES[access.tensor]]
         return [self.x.view(part, None, heads) for (part,) in parts]
 
@@ -746,7 +746,7 @@ class Lowering:
 
 def op_heads(schedule: Schedule, op: Op) -> tuple[int, int]:
     """First query head and query heads of an attention op."""
-    first, count = schedule.heads[op.index, :2].tolist()
+    first, count = schedule.heads_of(op.index)[:2].tolist()
     return first, count
 
 

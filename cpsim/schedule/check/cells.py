@@ -51,7 +51,7 @@ class Cells:
     def heads_of(self, index: int, tensor: str) -> slice:
         """Runs of heads of an attention op."""
         kv = tensor.endswith("kv")
-        first, count = self.s.heads[index, 2 * kv : 2 * kv + 2].tolist()
+        first, count = self.s.heads_of(index)[2 * kv : 2 * kv + 2].tolist()
         return slice(self._head_at[kv][first], self._head_at[kv][first + count])
 
     def of_attention(self, tensor: str) -> NDArray[np.bool_]:

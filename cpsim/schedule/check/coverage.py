@@ -50,7 +50,8 @@ def check_heads(s: Schedule, workload: Workload, pass_: Pass) -> None:
 def check_coverage(s: Schedule, mask: Slices, num_heads: int, kinds: tuple[Kind, ...] = ATTENTION_KINDS) -> None:
     """Every unmasked pair is in exactly one tile of every query head, of ops of these kinds."""
     ops = np.flatnonzero(is_one_of(s.kind, kinds))
-    first, end = s.heads[ops, 0], s.heads[ops, 0] + s.heads[ops, 1]
+    first, count = s.heads_of(ops)[:, :2].T
+    end = first + count
     bounds = np.unique(np.concatenate(([0, num_heads], first, end)))
     table = mask.table()
     known: set[bytes] = set()

@@ -77,8 +77,13 @@ def _distinct(rows):  # type: ignore[no-untyped-def]
     first, which, count, at = np.empty(len(rows), np.int64), np.empty(len(rows), np.int32), 0, 0
     for i in range(len(rows)):
         tried = 0
-        while tried < count and not (rows[first[at]] == rows[i]).all():
-            at, tried = (at + 1) % count, tried + 1
+        while tried < count:
+            one, same = first[at], True
+            for column in range(rows.shape[1]):
+                same &= rows[one, column] == rows[i, column]
+            if same:
+                break
+            at, tried = at + 1 if at + 1 < count else 0, tried + 1
         if tried == count:
             at, count = count, count + 1
             first[at] = i
@@ -278,7 +283,7 @@ class Builder:
             kind=kind,
             step=step,
             tile=tile,
-            head_row=head_row,
+            head_row=head_row.astype(np.min_scalar_type(max(len(head_rows) - 1, 0))),
             head_rows=np.array(list(head_rows), np.int32).reshape(-1, 4),
             nbytes=nbytes,
             lane_start=lane_start,

@@ -40,7 +40,6 @@ from cpsim.schedule.schedule import Schedule
 from cpsim.schedule.work import free_work, waits
 from cpsim.sim.draws import Followed
 from cpsim.sim.fast import simulate
-from cpsim.sim.fluid import FLOW, OP
 from cpsim.strategies import STRATEGIES, plan
 
 DOCS = Path(__file__).parent
@@ -126,8 +125,9 @@ def touched_bytes() -> dict[str, float]:
     flows = 2 * int((np.diff(schedule.lane_start) == 2).sum())
     before = len(waits(schedule, np.zeros(num, np.bool_))[1])
     results, costs = 8 + 8 + 4, 8 + 8  # start, end and cause; duration and release
-    graph = 8 + 4 * before / num
-    fluid = OP.itemsize + (4 * lanes + FLOW.itemsize * flows + 4 * before) / num + costs + results
+    graph = 4 + 4 * before / num
+    # Records of running ops stay in caches. Offsets of lanes, flows and followers; what is waited for; a class.
+    fluid = 3 * 4 + 4 + 1 + (4 * lanes + (4 + 8) * flows + 4 * before) / num + costs + results
     return {"simulate": fluid, "constant": graph + costs + results}
 
 

@@ -281,6 +281,27 @@ def test_thousands_of_gpus_take_seconds(strategy, gpus, tokens, most_s):
     assert time.process_time() - started < 2 * most_s  # bars are medians of a machine that does nothing else
 
 
+MEASURED = """
+import json, resource, sys
+from cpsim.prediction.predict import predict_many
+from cpsim.case.load import scenario_from
+from cpsim.runtime.allocator import keep_freed_memory
+keep_freed_memory()
+peaks = []
+for gpus in (16, 384):
+    predict_many([scenario_from(json.loads(sys.argv[1]) | {"gpus": gpus})], jobs=1, timelines=False)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(1024 * (peaks[1] - peaks[0]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a peak has another unit, or none")
+def test_ops_take_few_bytes():
+    asked = json.dumps(scenario(strategy="zigzag_ring").to_dict())
+    done = subprocess.run([sys.executable, "-c", MEASURED, asked], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 350 * 384 * (5 * 384 - 1)  # ops of the backward pass, the larger one
+
+
 def test_a_trace_of_what_was_not_simulated_is_refused(tmp_path):
     asked = scenario(strategy="zigzag_ring", gpus=520, **{"pass": "fwd"})
     (tmp_path / "case.json").write_text(json.dumps(asked.to_dict()))

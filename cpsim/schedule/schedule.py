@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,8 +171,8 @@ class Schedule:
     """Step of the strategy's main loop that the op belongs to."""
     tile: Int32
     """Attention: index into ``tiles``; 0 elsewhere."""
-    head_row: Int32
-    """Row of ``head_rows`` of every op, ``[N]``."""
+    head_row: NDArray[np.integer[Any]]
+    """Row of ``head_rows`` of every op, ``[N]``, in as few bits as it takes."""
     head_rows: Int32
     """Which heads ops compute, few sets of which differ, ``[H, 4]``: first query head, query heads, first key-value
     head, key-value heads."""
@@ -238,11 +238,11 @@ class Schedule:
     @property
     def heads(self) -> Int32:
         """The row of ``head_rows`` of every op, ``[N, 4]``."""
-        return self.head_rows[self.head_row]
+        return np.asarray(self.head_rows[self.head_row], np.int32)
 
     def heads_of(self, ops: Whole | int) -> Int32:
         """The row of ``head_rows`` of one op, ``[4]``, or of some, ``[len(ops), 4]``."""
-        return self.head_rows[self.head_row[ops]]
+        return np.asarray(self.head_rows[self.head_row[ops]], np.int32)
 
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of its ops, in order."""

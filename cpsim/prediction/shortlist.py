@@ -102,10 +102,10 @@ def _shortlist(scenario: Scenario, first: Sequence[str]) -> Shortlist:
             if len(passes) == len(way.passes):
                 found[i] = window_s(case, passes), case, passes
                 fastest = min(fastest, found[i][0])
-    near = [found[i] for i in sorted(found) if found[i][0] <= NEAR * fastest]
+                found = {at: one for at, one in found.items() if one[0] <= NEAR * fastest}  # others need no memory
     drawn = [
-        ShortWay(scenario=case.scenario, total_s=seconds, draws_s=of_passes(case, passes).draws_s)
-        for seconds, case, passes in near
+        ShortWay(scenario=found[i][1].scenario, total_s=found[i][0], draws_s=of_passes(*found[i][1:]).draws_s)
+        for i in sorted(found)
     ]
     return Shortlist(ways=tuple(sorted(drawn, key=lambda w: (w.total_s, len(w.scenario.knobs)))), refused=tuple(no))
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import io
+import os
 import re
 import resource
 import signal
@@ -36,13 +37,14 @@ class Answer:
 
 
 def call(arguments: Sequence[str], *, limited: bool = True) -> Answer:
-    """Runs a command, within limits or not. What is not a `SystemExit` leaves this function, as it would end with a
-    traceback."""
+    """Runs a command, within limits or not, in an environment of its own, which `--force` changes. What is not a
+    `SystemExit` leaves this function, as it would end with a traceback."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", newline="")
     status: object = None
     before, limits = _forget_peak(), _limits() if limited else nullcontext()
-    with mock.patch.object(sys, "argv", ["cpsim", *arguments]), redirect_stdout(out), redirect_stderr(err), limits:
+    alone = mock.patch.object(sys, "argv", ["cpsim", *arguments]), mock.patch.dict(os.environ)
+    with alone[0], alone[1], redirect_stdout(out), redirect_stderr(err), limits:
         try:
             main()
         except SystemExit as end:

@@ -645,6 +645,15 @@ def test_fitting_needs_kernels_of_one_gpu_and_a_network():
         fit.fit_profile([h100, other])
 
 
+def test_a_single_call_of_an_unknown_kernel_is_refused():
+    whole = measurement.load(points_file("h100-kernels.jsonl"))
+    strange = [p | {"kernel": " ffa"} for p in whole.of("attention")]
+    one = strange[fit.folds(strange).tolist().index(0)]  # the first fit does not see it
+    wrong = dataclasses.replace(whole, points=(*whole.points, one))
+    with pytest.raises(ProfileError, match=r"no model for attention kernel . ffa"):
+        fit.fit_profile([wrong], stand_in=stand_in("h100"))
+
+
 def test_every_measurement_file_records_where_it_comes_from():
     files = [path for path in sorted((DATA / "points").glob("h?00/*.jsonl")) if path.name != "merges.jsonl"]
     assert len(files) > 100

@@ -102,16 +102,26 @@ def fitted_names(key: tuple[str, str]) -> tuple[str, ...]:
     return tuple(name for name in FITTED if name in KERNELS[key].start)
 
 
+def kernels_of(points: Sequence[Point]) -> list[tuple[str, str]]:
+    """Attention kernels and passes that points are of, in order.
+
+    Raises:
+        ProfileError: one is not known.
+    """
+    keys = sorted({(p["kernel"], p["pass"]) for p in points if p["op"] == "attention"})
+    for key in keys:
+        if key not in KERNELS:
+            known = nearest(" ".join(key), map(" ".join, sorted(KERNELS)))
+            raise ProfileError(f"no model for attention kernel {shown(' '.join(key))}; {known}")
+    return keys
+
+
 def fit_attention(
     points: Sequence[Point], num_sms: int, stand_in: StandIn | None
 ) -> dict[tuple[str, str], AttentionParams]:
     """Least squares of log time, outliers softened, for every kernel and pass, on all CPUs."""
     points = [p for p in points if p["op"] == "attention"]
-    keys = sorted({(p["kernel"], p["pass"]) for p in points})
-    for key in keys:
-        if key not in KERNELS:
-            known = nearest(" ".join(key), map(" ".join, sorted(KERNELS)))
-            raise ProfileError(f"no model for attention kernel {shown(' '.join(key))}; {known}")
+    keys = kernels_of(points)
     groups = [[p for p in points if (p["kernel"], p["pass"]) == key] for key in keys]
     alike = [stand_in.alike(key, num_sms) if stand_in else None for key in keys]
     starts = [

@@ -14,8 +14,9 @@ from cpsim.prediction.predict import predict
 from cpsim.schedule.check import validate
 from cpsim.schedule.schedule import Kind, Planning
 from cpsim.strategies import plan
-from cpsim.strategies.dcp import placing
+from cpsim.strategies.dcp import placing, solvers
 from cpsim.strategies.dcp.blocks import Placement, cut, first_hops, judge, wanted
+from cpsim.strategies.dcp.hypergraph import Level, moved_bytes
 from cpsim.strategies.dcp.placing import Settings, plan_blocks
 from cpsim.strategies.dcp.planning import plan_case
 from cpsim.strategies.dcp.program import Cells, fetches
@@ -174,6 +175,33 @@ def test_solvers_move_no_more_than_zigzag_does(solver):
     settings = Settings(variant="paper", eps_inter=0.3, eps_intra=0.3, solver=solver)
     quality = judge(blocks, plan_blocks(blocks, (2, 4), RATES, settings, 0), 8, 4, "fwd")
     assert quality.moved.sum() <= zigzag.moved.sum()
+
+
+@pytest.mark.skipif(not find_spec("mtkahypar"), reason="needs Mt-KaHyPar")
+@pytest.mark.parametrize("kept", [False, True])
+def test_orders_are_tried_until_limits_are_kept_and_the_one_that_moves_least_wins(monkeypatch, kept):
+    blocks, labels = cut(workload("causal", (512,)), 32, 2), solvers._labels
+    given, made = [], []
+
+    def heard(*args):
+        given.append(args)
+        made.append(labels(*args))
+        return made[-1]
+
+    monkeypatch.setattr(solvers, "_labels", heard)
+    level = Level.of(blocks)
+    weights = solvers.fold(level, 2, 0.4, 1.0)
+    less = (weights.vertex.sum() - weights.vertex[0]) // 2  # nobody can hold half a block
+    most = weights.most if kept else np.array([less, weights.vertex.sum() - less])
+    parts = solvers.with_mtkahypar(level, 2, solvers.Weights(weights.vertex, most), np.random.default_rng(0))
+    assert len(made) == (1 if kept else solvers.ORDERS)
+    moved, rng = [], np.random.default_rng(0)
+    for found, (_, _, vertex, _) in zip(made, given, strict=True):
+        assert vertex == sorted(weights.vertex.tolist(), reverse=True)
+        order = rng.permutation(len(vertex))
+        place = np.argsort(order[np.argsort(-weights.vertex[order], kind="stable")])
+        moved.append(moved_bytes(level, solvers.split(level, np.array(found)[place].tolist()), 2))
+    assert moved_bytes(level, parts, 2) == min(moved)
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])

@@ -14,8 +14,9 @@ from cpsim.prediction.predict import predict
 from cpsim.schedule.check import validate
 from cpsim.schedule.schedule import Kind, Planning
 from cpsim.strategies import plan
-from cpsim.strategies.dcp import placing
+from cpsim.strategies.dcp import placing, solvers
 from cpsim.strategies.dcp.blocks import Placement, cut, first_hops, judge, wanted
+from cpsim.strategies.dcp.hypergraph import Level, moved_bytes
 from cpsim.strategies.dcp.placing import Settings, plan_blocks
 from cpsim.strategies.dcp.planning import plan_case
 from cpsim.strategies.dcp.program import Cells, fetches
@@ -174,6 +175,37 @@ def test_solvers_move_no_more_than_zigzag_does(solver):
     settings = Settings(variant="paper", eps_inter=0.3, eps_intra=0.3, solver=solver)
     quality = judge(blocks, plan_blocks(blocks, (2, 4), RATES, settings, 0), 8, 4, "fwd")
     assert quality.moved.sum() <= zigzag.moved.sum()
+
+
+@pytest.mark.skipif(not find_spec("mtkahypar"), reason="needs Mt-KaHyPar")
+@pytest.mark.parametrize("documents", [(512,), (500, 300)])
+@pytest.mark.parametrize("kept", [False, True])
+def test_orders_are_tried_until_limits_are_kept_and_the_one_that_moves_least_wins(monkeypatch, kept, documents):
+    blocks, labels = cut(workload("causal_document", documents), 32, 2), solvers._labels
+    given, made = [], []
+
+    def heard(*args):
+        given.append(args)
+        made.append(labels(*args))
+        return made[-1]
+
+    monkeypatch.setattr(solvers, "_labels", heard)
+    level = Level.of(blocks)
+    weights = solvers.fold(level, 2, 0.4, 0.1)
+    total, less = weights.vertex.sum(), weights.vertex[len(blocks) :].sum() + 1
+    assert less < weights.vertex[: len(blocks)].min()  # so that what fits there is not enough
+    most = np.array([total, total] if kept else [less, total - less])
+    parts = solvers.with_mtkahypar(level, 2, solvers.Weights(weights.vertex, most), np.random.default_rng(0))
+    assert len(made) == (1 if kept else solvers.ORDERS)
+    moved, rng = [], np.random.default_rng(0)
+    for found, (_, _, vertex, _) in zip(made, given, strict=True):
+        order = rng.permutation(len(vertex))
+        if len(documents) > 1:  # whose last blocks are shorter
+            order = order[np.argsort(-weights.vertex[order], kind="stable")]
+            assert vertex == sorted(vertex, reverse=True)
+        assert vertex == weights.vertex[order].tolist()
+        moved.append(moved_bytes(level, solvers.split(level, np.array(found)[np.argsort(order)].tolist()), 2))
+    assert moved_bytes(level, parts, 2) == min(moved)
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])

@@ -31,3 +31,14 @@ def test_points_of_the_figure_are_inside_their_panel(docs):
     marks = [part for part in docs.panel("causal", points, 52, 30) if part.startswith("<circle")]
     assert len(marks) == 1  # the other one is less even than the axis reaches
     assert 'cx="52.0"' in marks[0]
+
+
+def test_plans_are_made_with_as_many_orders_as_cut_no_more_than_kahypar_does(docs):
+    """In the mean of the committed points; fewer orders cut more between nodes."""
+    found, best = docs.means(), f"mtkahypar, {docs.ORDERS} orders"
+    assert found["nodes", best][0] < 1.05 * found["nodes", "kahypar"][0] < found["nodes", "mtkahypar, 3 orders"][0]
+    assert found["GPUs", best][0] < found["GPUs", "kahypar"][0]
+    for between in ("nodes", "GPUs"):
+        _, beyond, imbalance, _ = zip(found[between, best], found[between, "kahypar"], strict=True)
+        assert beyond[0] <= beyond[1]
+        assert imbalance[0] <= imbalance[1]

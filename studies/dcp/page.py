@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +44,7 @@ RUNS = [
 SHAPE = 4, 8
 RANKS = SHAPE[0] * SHAPE[1]
 BLOCK = 1024
+OTHER_LENGTHS = "distca_prolong", "prolong64k"
 STUDIED = ("causal", "lambda", "causal_blockwise", "shared_question")
 ONE = (131072,)
 EPS = (0.02, 0.05, 0.1, 0.2, 0.4)
@@ -285,6 +286,7 @@ def page(rows: Sequence[tuple[str, str, Point, Sequence[Point]]], record: dict[s
             *ranged(),
             "",
             *REMAINS,
+            loongtrain(record),
             "",
         ]
     )
@@ -315,19 +317,55 @@ def ranged() -> list[str]:
 def usual() -> str:
     """What comes out with the solver that comes with cpsim, and why it tries several orders."""
     record, found = json.loads(USUAL.read_text(encoding="utf-8")), means()
-    moved = {name: f"{values[0]:.0f} MB" for name, values in found.items()}
+    moved = {key: f"{values[0]:.{0 if key[0] == 'nodes' else 1}f} MB" for key, values in found.items()}
+    beyond = {key: f"{values[1]:.2g} %" for key, values in found.items()}
+    best = f"mtkahypar, {ORDERS} orders"
     return (
         f"With Mt-KaHyPar, which comes with cpsim, `python -m studies dcp` is off by "
         f"{100 * record['speed_up_mean_error']:.0f} %, {100 * record['speed_up_mean_error_without_outliers']:.0f} % "
         f"without the outlier, in the mean of {record['batches']} batches; it agrees on which is faster in "
         f"{record['same_one_faster']} of {record['decided']} cases. Limits of single nodes are as tight as tokens can "
         "be dealt out, and blocks of unequal tokens cannot keep them, so that chance decides how much a solver cuts: "
-        f"{moved['kahypar']} between nodes with KaHyPar in the mean of some batches, "
-        f"{moved['mtkahypar, 1 orders']} with one run of Mt-KaHyPar and {moved[f'mtkahypar, {ORDERS} orders']} with "
-        f"the best of {ORDERS}, which is what plans are made with. With one limit for all nodes, as DCP's code calls "
-        f"Mt-KaHyPar, it is {moved['mtkahypar, one limit']}, but the measured run had KaHyPar ([points](solvers.csv), "
-        "`python -m studies.dcp.solvers`)."
+        f"{moved['nodes', 'kahypar']} between nodes with KaHyPar in the mean of some batches, "
+        f"{moved['nodes', 'mtkahypar, 1 orders']} with one run of Mt-KaHyPar and {moved['nodes', best]} with "
+        f"the best of {ORDERS}, which is what plans are made with; among the GPUs of a node "
+        f"{moved['GPUs', 'kahypar']}, {moved['GPUs', 'mtkahypar, 1 orders']} and {moved['GPUs', best]}, where limits "
+        f"are passed by {beyond['GPUs', 'kahypar']}, {beyond['GPUs', 'mtkahypar, 1 orders']} and "
+        f"{beyond['GPUs', best]}. With one limit for all nodes, as DCP's code calls Mt-KaHyPar, "
+        f"{moved['nodes', 'mtkahypar, one limit']} cross between nodes, but the measured run had KaHyPar "
+        "([points](solvers.csv), `python -m studies.dcp.solvers`)."
     )
+
+
+def loongtrain(record: dict[str, Any]) -> str:
+    """How far LoongTrain's bars are off by lengths, and how much of what it runs is padding."""
+    of = [row for row in record["rows"] if row["row"] == "loongtrain"]
+    scales = sorted({row["length_scale"] for row in of})
+    off = {s: [100 * (r["predicted_ms"] / r["published_ms"] - 1) for r in of if r["length_scale"] == s] for s in scales}
+    ends = [{r["pass"]: r["published_ms"] for r in of if r["length_scale"] == s} for s in (scales[0], scales[-1])]
+    grow = sorted(ends[0][pass_] / ends[1][pass_] for pass_ in ends[0])
+    others = [padded(s, lengths, record["batches"]) for s in scales for lengths in OTHER_LENGTHS]
+    return (
+        "* LoongTrain pads all documents of a batch to the length of the longest. With the lengths drawn here it runs "
+        + listed(f"{padded(s, record['lengths'], record['batches']):.1f}" for s in scales)
+        + f" times the tokens of a batch at x {listed(f'{s:g}' for s in scales)}, with those of "
+        f"{listed(f'`{name}`' for name in OTHER_LENGTHS)} {min(others):.1f} to {max(others):.0f} times; its bars are "
+        "off by "
+        + listed(f"{min(off[s]):+.0f} to {max(off[s]):+.0f} %" for s in scales)
+        + f". The published ones grow {grow[0]:.1f} and {grow[-1]:.1f} times from x {scales[-1]:g} to x {scales[0]:g}, "
+        "so that documents of the published run are more alike than any here."
+    )
+
+
+def padded(scale: float, lengths: str, count: int) -> float:
+    """Tokens that LoongTrain runs over those of its batches, in the mean."""
+    return float(np.mean([len(batch) * max(batch) / sum(batch) for batch in batches(scale, lengths, count)]))
+
+
+def listed(words: Iterable[str]) -> str:
+    """With commas, and an "and" before the last."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}"
 
 
 REMAINS = (
@@ -356,7 +394,6 @@ REMAINS = (
     "* DCP is predicted too slow where documents are short: its planner folds tokens and work into one weight, which "
     "leaves work several times uneven (first table). DCP's own code does the same with the documents drawn here; those "
     "of the published run are probably longer.",
-    "* LoongTrain's rows at x 0.5 rest on one long document, to whose length it pads all others of the batch.",
     "* The lengths decide how much attention there is; `--lengths` draws them from another corpus.",
 )
 

@@ -86,7 +86,7 @@ def estimated_s(computations: int, num_ranks: int, variant: str) -> float:
 
     An estimate, within a factor of 1.5 for two of three cases: a clock would make every prediction depend on what else
     the machine does. Of blocks with equally many tokens: where they differ, variants that partition a hypergraph try
-    up to eight orders of it, see ``cpsim.strategies.dcp.solvers.ORDERS``.
+    several orders of it, see ``cpsim.strategies.dcp.solvers.ORDERS``.
 
     Args:
         computations: computation blocks.

@@ -26,8 +26,8 @@ MOST: Final = 2**31 - 1001
 FINEST: Final = 10_000
 """Weight of the largest computation."""
 HEAVIEST_NET: Final = 45_000
-ORDERS: Final = 8
-"""In which Mt-KaHyPar tries vertices, at most: with so many it cuts as little as KaHyPar does at once, see
+ORDERS: Final = 5
+"""In which Mt-KaHyPar tries vertices, at most: with so many it cuts as little as KaHyPar does at once, or less, see
 ``studies.dcp.solvers``."""
 
 
@@ -100,12 +100,16 @@ def with_mtkahypar(
     """Mt-KaHyPar on one thread, by its preset that gives the same partition whenever it is called.
 
     Its seed changes nothing there, so vertices are tried in several orders, until parts keep to their limits. Blocks of
-    unequal tokens seldom allow that; then the order that moves least wins.
+    unequal tokens seldom allow that; then the order that moves least wins. Where blocks are unequal, heavy vertices
+    come first, as in ``longest_first``, and those of one weight by chance: without that, more orders are beyond the
+    limits and cut more.
     """
     nets, net_weights = edges_of(level)
     tried: list[Parts] = []
     while len(tried) < orders:
         order = rng.permutation(len(weights.vertex))
+        if np.ptp(level.blocks.tokens):
+            order = order[np.argsort(-weights.vertex[order], kind="stable")]
         place = np.argsort(order)
         moved = [place[net].tolist() for net in nets], net_weights, weights.vertex[order].tolist()
         labels = np.asarray(_labels(*moved, weights.most.tolist()))[place]

@@ -255,17 +255,13 @@ class Builder:
 
     def build(self) -> Schedule:
         """The finished schedule; what it was collected from is gone."""
-        ops = [c[0] for c in self._columns]
+        ops = [c[0].astype(np.intp) for c in self._columns]  # NumPy would do it anew for every column
         kind, step, tile, nbytes = (
             _spread([c[i] for c in self._columns], ops, dtype)
             for i, dtype in ((1, np.int8), (2, np.int32), (3, np.int32), (5, np.int64))
         )
-        head_row, head_rows = np.empty(self._num_ops, np.int32), dict[tuple[int, ...], int]()
-        for where, *_, values, _ in self._columns:
-            rows = np.asarray(values, np.int64).reshape(-1, 4)
-            first, which = _distinct(rows)
-            numbers = [head_rows.setdefault(tuple(row), len(head_rows)) for row in rows[first].tolist()]
-            head_row[where] = np.array(numbers, np.int32)[which]
+        head_rows = dict[tuple[int, ...], int]()
+        head_row = _spread([_numbered(c[4], head_rows) for c in self._columns], ops, np.int32)
         del ops
         self._columns.clear()
         access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
@@ -359,6 +355,16 @@ def _spread(values: Sequence[ArrayLike], ops: Sequence[Ints], dtype: DTypeLike) 
     for value, where in zip(values, ops, strict=True):
         column[where] = value
     return column
+
+
+def _numbered(heads: ArrayLike, known: dict[tuple[int, ...], int]) -> int | Int32:
+    """Numbers of one row of heads ``[4]``, or of several ``[n, 4]``; new rows become known."""
+    rows = np.asarray(heads, np.int64)
+    if rows.ndim == 1:
+        return known.setdefault(tuple(rows.tolist()), len(known))
+    first, which = _distinct(rows)
+    numbers = np.array([known.setdefault(tuple(row), len(known)) for row in rows[first].tolist()], np.int32)
+    return np.asarray(numbers[which])
 
 
 def _intern(names: list[str], counts: list[int]) -> tuple[tuple[str, ...], Int32]:

@@ -53,7 +53,12 @@ CODES: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("ring_p2p", "ring_allgather"), (THEIRS, OURS, REPEATED)),
     "hybrid_cp": (OURS,),
 }
-"""Of the repeated runs, those whose steps are compared."""
+"""Of the repeated runs, those whose steps are compared, and where they were measured."""
+REPEATED_ON: Final[Mapping[str, tuple[int, ...]]] = {
+    **dict.fromkeys(MASKS[:2], (8, 16, 32, 64)),
+    **dict.fromkeys(MASKS[2:], (8, 16)),
+}
+"""GPUs by mask."""
 LONG_SHARE: Final = 0.6
 LONG_BINS: Final = ([(8 * 1024, 30 * 1024)], [1.0])
 """Most of the tokens are of documents that are drawn uniformly between these lengths, both included."""
@@ -143,6 +148,7 @@ def rows_of(point: Point) -> list[Row]:
         _row(point, mechanism, implementation, pass_)
         for mechanism in MECHANISMS
         for implementation in CODES[mechanism]
+        if implementation != REPEATED or point.gpus in REPEATED_ON[point.mask]
         for pass_ in PASSES
     ]
 

@@ -661,8 +661,8 @@ def test_every_measurement_file_records_where_it_comes_from():
         header = measurement.load(path).header
         for key in ("gpu", "num_gpus", "driver", "cuda", "nccl", "torch", "date", "commit", "command"):
             assert header[key], (path.name, key)
-        alone = any(module in header["command"] for module in ("measure.step_host", "measure.products"))
-        assert bool(header["kernels"]) != alone, path.name  # these two name no attention kernels
+        alone = any(module in header["command"] for module in ("measure.step_host", "measure.products", "probes.rows"))
+        assert bool(header["kernels"]) != alone, path.name  # these three name no attention kernels
 
 
 def test_interference_slows_both_sides_and_leaves_the_rest_alone():

@@ -113,7 +113,7 @@ def test_an_answer_over_its_budget_is_dropped_and_says_so():
         end = time.monotonic() + 120
         while not answers.is_warm and time.monotonic() < end:
             time.sleep(0.05)
-        known = answers.ask(scenario_from(ABSURD | {"gpus": 256}), "page", "ranking", None, 120)
+        known = answers.ask(scenario_from(ABSURD | {"gpus": 512}), "page", "ranking", None, 120)
         assert known.is_complete
         assert re.search(OVER_TIME, known.dropped)
         assert "cpsim advise" in known.dropped

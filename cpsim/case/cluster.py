@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, overload
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -18,9 +18,11 @@ from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpus
 from cpsim.case.shorthand import filled, read_nics
 from cpsim.case.transports import Inside, TransportName
 from cpsim.errors import ScenarioError, nearest, shown
-from cpsim.masks.slices import Whole
 from cpsim.runtime.files import noted, while_unchanged
 from cpsim.units import Flag, Quantity, Rate, Seconds
+
+if TYPE_CHECKING:
+    from cpsim.masks.slices import Whole
 
 ACHIEVED: Final = 0.9
 """Of a network card's line rate where that alone is said: 45 of 50 GB/s, dgx-h100 (its ``source`` says where from)."""

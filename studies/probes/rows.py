@@ -19,7 +19,9 @@ elements as a kind of its own.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -33,6 +35,7 @@ from cpsim.real.measure.kernels import Bench
 from cpsim.real.run.timing import command_line, provenance
 
 Op = Callable[[], object]
+Call = Callable[["_Rows"], object]
 ROW_BYTES: Final = (32, 128, 256, 512, 2048, 16384, 131072)
 TOTAL_BYTES: Final = (2**24, 2**27)
 """Of all rows."""
@@ -43,48 +46,59 @@ TOKENS, HEADS, KV_HEADS, DIM = 8192, 64, 8, 128
 ELEMENT: Final = 2
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows ``[N, C]`` of bf16, and an index of them."""
+
+    source: Tensor
+    shifted: Tensor
+    """2 bytes further on."""
+    made: Tensor
+    where: Tensor
+    """``[N]``."""
+    each: Tensor
+    """The same in 64 bits, expanded to every element, ``[N, C]``."""
+
+
+CALLS: Final[Mapping[str, Call]] = {
+    "copy": lambda x: x.made.copy_(x.source),
+    "gather": lambda x: torch.gather(x.source, 0, x.each),
+    "gather by element": lambda x: torch.gather(x.shifted, 0, x.each),
+    "scatter": lambda x: x.made.scatter_(0, x.each, x.source),
+    "index_select": lambda x: torch.index_select(x.source, 0, x.where),
+    "index_copy": lambda x: x.made.index_copy_(0, x.where, x.source),
+    "index_add": lambda x: x.made.index_add_(0, x.where, x.source),
+    "x[i]": lambda x: x.source[x.where],
+    "x[i] = y": lambda x: x.made.__setitem__(x.where, x.source),
+}
+
+
+def passes(kind: str) -> int:
+    """How often a call reads or writes every byte of the rows."""
+    return 3 if kind == "index_add" else 2
+
+
 def row_op(kind: str, row_bytes: int, rows: int, index: torch.dtype, order: str, device: torch.device) -> Op:
     """A call that moves so many rows of bf16."""
     width = row_bytes // ELEMENT
     flat = torch.randn(rows * width + 8, device=device, dtype=torch.bfloat16)
-    source, made = flat[: rows * width].view(rows, width), torch.zeros(rows, width, device=device, dtype=torch.bfloat16)
     where = torch.arange(rows, device=device) if order == "in order" else torch.randperm(rows, device=device)
-    each, where = where[:, None].expand(-1, width), where.to(index)
-    shifted = flat[1 : rows * width + 1].view(rows, width)
-    calls: dict[str, Op] = {
-        "copy": lambda: made.copy_(source),
-        "gather": lambda: torch.gather(source, 0, each),
-        "gather by element": lambda: torch.gather(shifted, 0, each),
-        "scatter": lambda: made.scatter_(0, each, source),
-        "index_select": lambda: torch.index_select(source, 0, where),
-        "index_copy": lambda: made.index_copy_(0, where, source),
-        "index_add": lambda: made.index_add_(0, where, source),
-        "x[i]": lambda: source[where],
-        "x[i] = y": lambda: made.__setitem__(where, source),
-    }
-    return calls[kind]
-
-
-ROW_KINDS: Final = (
-    "copy",
-    "gather",
-    "gather by element",
-    "scatter",
-    "index_select",
-    "index_copy",
-    "index_add",
-    "x[i]",
-    "x[i] = y",
-)
+    given = _Rows(
+        source=flat[: rows * width].view(rows, width),
+        shifted=flat[1 : rows * width + 1].view(rows, width),
+        made=torch.zeros(rows, width, device=device, dtype=torch.bfloat16),
+        where=where.to(index),
+        each=where[:, None].expand(-1, width),
+    )
+    return partial(CALLS[kind], given)
 
 
 def row_points(rows_bytes: Sequence[int] = ROW_BYTES, totals: Sequence[int] = TOTAL_BYTES) -> Iterator[dict[str, Any]]:
     """What is measured by length of rows."""
-    for kind, total, row_bytes, order, index in product(ROW_KINDS, totals, rows_bytes, ORDERS, INDICES):
+    for kind, total, row_bytes, order, index in product(CALLS, totals, rows_bytes, ORDERS, INDICES):
         if (index == "int32" and kind not in TAKES_INT32) or (kind == "copy" and order == "shuffled"):
             continue
-        times = 3 if kind == "index_add" else 2
-        yield {"kind": kind, "row_bytes": row_bytes, "order": order, "index": index, "nbytes": times * total}
+        yield {"kind": kind, "row_bytes": row_bytes, "order": order, "index": index, "nbytes": passes(kind) * total}
 
 
 def ring_ops(device: torch.device, tokens: int = TOKENS) -> dict[str, tuple[int, Op]]:
@@ -133,9 +147,9 @@ def ring_ops(device: torch.device, tokens: int = TOKENS) -> dict[str, tuple[int,
         ),
         "te sum of half lse": (
             3 * small // 2,
-            lambda: tex.thd_second_half_lse_correction(wide_lse, half_lse, ends, True),
+            lambda: tex.thd_second_half_lse_correction(lse, half_lse, ends, True),
         ),
-        "te add to dq": (3 * whole, lambda: tex.thd_grad_correction(out, q, ends, "add", "add")),
+        "add to dq": (3 * whole, lambda: out.add_(q)),
         "te add to half of dq": (3 * whole // 2, lambda: tex.thd_grad_correction(out, half, ends, "none", "add")),
         "te copy to half of dq": (whole, lambda: tex.thd_grad_correction(out, half, ends, "none", "copy")),
     }
@@ -146,7 +160,7 @@ def measure(bench: Bench) -> None:
     device = bench.device
     small = () if bench.cuda else ((32, 256), (2**12,))
     for parameters in row_points(*small):
-        rows = parameters["nbytes"] // (3 if parameters["kind"] == "index_add" else 2) // parameters["row_bytes"]
+        rows = parameters["nbytes"] // passes(parameters["kind"]) // parameters["row_bytes"]
         sizes = parameters["row_bytes"], rows, INDICES[parameters["index"]]
         _measure(bench, parameters, lambda p=parameters, s=sizes: row_op(p["kind"], *s, p["order"], device))
     try:
